@@ -1,2 +1,2 @@
-"""The agreement between two processes: messages, trees, noise, settings, links and keys. Imports no
-other folder, and never torch."""
+"""What all processes share: messages, trees, noise, settings, links and keys. Imports no other
+folder, and never torch."""

@@ -1,7 +1,6 @@
-"""A tensor on the wire: dtype and shape in the body of the message, bytes (little-endian,
-row-major) in a separate raw frame. Imports neither torch nor numpy, which both read `data` through
-the buffer protocol.
-"""
+"""A tensor on the wire: dtype and shape in the message body, the bytes (little-endian, row-major)
+in a separate raw frame. Imports neither torch nor numpy; both read `data` through the buffer
+protocol."""
 
 from collections.abc import Sequence
 from math import prod
@@ -39,7 +38,7 @@ class Array(Frozen):
         return cls(dtype="uint8", shape=(len(content),), data=content)
 
     def rows(self, start: int, stop: int) -> "Array":
-        """Rows start..stop-1 of the first dimension, which has them."""
+        """Return rows start..stop-1 of the first dimension; they must exist."""
         size = prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
         return Array.unchecked(
             dtype=self.dtype,
@@ -49,7 +48,7 @@ class Array(Frozen):
 
 
 def stack(arrays: Sequence[Array]) -> Array:
-    """Arrays of one type whose rows are alike, one below the other."""
+    """Concatenate arrays of one dtype and row shape along the first dimension."""
     rows = sum(array.shape[0] for array in arrays)
     return Array.unchecked(
         dtype=arrays[0].dtype,

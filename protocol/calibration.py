@@ -1,5 +1,5 @@
-"""Measured costs of a machine: a target's pass over M rows, a draft's over those of a level, how a
-context weighs, and the limits of the hardware. `profile.py` keeps them in its file."""
+"""Measured costs of a machine: target passes over M rows, draft passes over a level, the influence
+of the context length, and the hardware limits. `profile.py` stores them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ WEIGHT_BYTES: Mapping[str, float] = {
     **dict.fromkeys(("int8", "int8-per-tensor"), 1),
     **dict.fromkeys(("int4", "int4-int8", "int4-fp32"), 148 / 256),
 }
-"""Bytes that a pass reads of each weight of a type; of int4, those of the kernels' Q4_K."""
+"""Bytes read per weight of each type; int4 is the kernels' Q4_K."""
 
 
 class RowsSeconds(Frozen):
@@ -38,19 +38,19 @@ class RowsSeconds(Frozen):
             below < above for below, above in pairwise(self.rows)
         ):
             raise ValueError(
-                f"{len(self.rows)} numbers of rows and {len(self.seconds)} of seconds are not a "
-                "curve: rows ascend, and each has its seconds"
+                f"{len(self.rows)} rows and {len(self.seconds)} seconds are not a curve: rows "
+                "must ascend, with seconds for each"
             )
         return self
 
     @classmethod
     def rising(cls, rows: Sequence[int], seconds: Iterable[float]) -> "RowsSeconds":
-        """Return a curve that never falls: noisy values are raised to the one before."""
+        """Return a curve that never falls: a noisy value is raised to its predecessor."""
         return cls(rows=tuple(rows), seconds=tuple(accumulate(seconds, max)))
 
     def at(self, rows: int) -> float:
-        """Seconds of a pass over this many rows: linear between the measured ones, constant or
-        along the last piece beyond them."""
+        """Return the seconds of a pass over this many rows: interpolated linearly, constant below
+        the measured rows, and extrapolated above them."""
         points = list(zip(self.rows, self.seconds, strict=True))
         if rows <= points[0][0] or len(points) == 1:
             return points[0][1]
@@ -61,14 +61,14 @@ class RowsSeconds(Frozen):
 
 
 class ContextCurve(Frozen):
-    """Seconds of a pass over rows, at one length of the cache: T_V of a target, t_D of a draft."""
+    """Seconds of a pass over rows at one cache length: T_V of a target, t_D of a draft."""
 
     context: Annotated[int, Field(ge=0, le=1 << 24)]
     t_v: RowsSeconds
 
 
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:
-    """Return the weighted median of (value, weight) pairs, the lower one of two."""
+    """Return the weighted median of (value, weight) pairs; the lower one of two."""
     ordered = sorted(values)
     half, reached = sum(weight for _, weight in ordered) / 2, 0.0
     for value, weight in ordered:
@@ -79,14 +79,14 @@ def weighted_median(values: Iterable[tuple[float, float]]) -> float:
 
 
 class ExpertCosts(Frozen):
-    """The share of experts in the seconds of a pass: T_V = f(M) + c U, where U is the number of
-    experts that its M rows go through, summed over layers."""
+    """How experts contribute to the time of a pass: T_V = f(M) + c U, where U is the number of
+    distinct experts that its M rows use, summed over layers."""
 
     routing: Routing
     expert_s: Seconds = 0.0
-    """c, seconds for each further expert; 0 if it has not been measured."""
+    """c, seconds per additional expert; 0 if it has not been measured."""
     passes: Annotated[tuple[tuple[Positive, Experts], ...], Field(max_length=MAX_POINTS)] = ()
-    """(rows, experts) of the passes that the curve of T_V was measured with, rows ascending."""
+    """(rows, experts) of the passes behind the T_V curve, rows ascending."""
 
     @model_validator(mode="after")
     def _ascends(self) -> "ExpertCosts":
@@ -95,8 +95,8 @@ class ExpertCosts(Frozen):
         return self
 
     def measured(self, rows: int) -> float:
-        """Return how many experts the measured passes over `rows` rows went through. For rows that
-        were not measured, the variety of the nearest measured pass is taken."""
+        """Return how many experts the measured passes over `rows` rows used. If `rows` was not
+        measured, the variety of the nearest measured pass is assumed."""
         near = min(self.passes, key=lambda seen: (abs(seen[0] - rows), seen[0]))
         if near[0] == rows:
             return near[1]
@@ -106,46 +106,47 @@ class ExpertCosts(Frozen):
 
 @dataclass(frozen=True)
 class StateTraffic:
-    """Bytes of fp32 states that a pass over rows of one session moves in addition to weights."""
+    """Bytes of fp32 recurrent states that a pass over one session moves in addition to weights."""
 
     states: float = 0.0
-    """The states of all layers: a pass reads them once, whatever its rows."""
+    """The states of all layers, read once per pass regardless of its rows."""
     row: float = 0.0
     """The factors of a row, which are written."""
 
     @property
     def fixed(self) -> float:
-        """Return what every pass moves: states are written once for some rows that are committed,
-        of which a pass brings one at least."""
+        """Return the bytes that every pass moves: states are read, and written once per
+        `ROWS_WRITTEN` committed rows, of which a pass adds at least one."""
         return self.states * (1 + 1 / ROWS_WRITTEN)
 
     @property
     def operations(self) -> float:
-        """Return the operations of a row: it decays each number, reads it, and adds to it."""
+        """Return the operations per row: each number decays, is read, and is updated."""
         return OPERATIONS * self.states / 4
 
 
 STATELESS = StateTraffic()
 ROWS_WRITTEN = 8
-"""Committed rows for which states are written once (`workers/models/recurrent/states.py`)."""
+"""Committed rows per write of the states (`workers/models/recurrent/states.py`)."""
 OPERATIONS = 7
-"""Operations on a number of a state: for what it remembers of a key, a decay and an addition; for
-what it becomes, the same decay and an addition; and one for what is read."""
+"""Operations per number of a state: decay and add to recall a key, the same to update it, and one
+to read it."""
 
 
 @dataclass(frozen=True)
 class LeastTime:
-    """The least time of a pass: reading its bytes or computing (Williams et al., 2009)."""
+    """The least time of a pass: the larger of reading its bytes and computing (Williams et al.,
+    2009)."""
 
     whole_s: float
-    """Seconds of reading all weights."""
+    """Seconds to read all weights."""
     row_s: float
-    """Seconds of the arithmetic of one row."""
+    """Seconds to compute one row."""
     mixture: Mixture = DENSE
     states_s: float = 0.0
-    """Seconds of moving states."""
+    """Seconds to move the states."""
     factors_s: float = 0.0
-    """Seconds of moving the factors of one row."""
+    """Seconds to move the factors of one row."""
 
     @classmethod
     def of(
@@ -158,8 +159,8 @@ class LeastTime:
         mixture: Mixture = DENSE,
         states: StateTraffic = STATELESS,
     ) -> "LeastTime":
-        """Passes through weights of this many bytes, with this many operations a row if it uses all
-        of them, and through states."""
+        """Return the least time for weights of this many bytes that need this many operations per
+        row if all are used, and for states."""
         row_s = (mixture.active * operations + states.operations) / (gflop_s * 1e9)
         whole_s, states_s, factors_s = (
             moved / (bandwidth_gb_s * 1e9) for moved in (size, states.fixed, states.row)
@@ -172,7 +173,7 @@ class LeastTime:
 
     @property
     def crossover(self) -> float:
-        """Return the rows at which reading and computing take the same time."""
+        """Return the number of rows at which reading and computing take equally long."""
         rows = (self.whole_s + self.states_s) / self.row_s
         for _ in range(CROSSOVER_STEPS if self.mixture.share or self.factors_s else 0):
             rows = self.reading_s(rows) / self.row_s  # what is read only falls with fewer rows
@@ -184,19 +185,19 @@ class LeastTime:
 
 
 class MachineLimits(Frozen):
-    """The limits of this machine on the cores in use, measured without a model."""
+    """The limits of this machine with the cores in use, measured without a model."""
 
     bandwidth_gb_s: Rate
-    """Reading memory, 10^9 bytes a second."""
+    """Memory read bandwidth, 10^9 bytes a second."""
     peak_gflop_s: Mapping[str, Rate]
-    """Arithmetic -> 10^9 operations a second (a multiply and an add are two): fp32 (FMA) and, where
-    there are instructions, int8 (VNNI) and bf16."""
+    """Arithmetic -> 10^9 operations a second (multiply and add count as two): fp32 (FMA) and, if
+    the CPU has instructions for them, int8 (VNNI) and bf16."""
     probe: str
-    """The software that measured them, in words: "kernels avx512-vnni" or "torch"."""
+    """The software that measured them: "kernels avx512-vnni" or "torch"."""
 
     def peak_of(self, weights: str, *, library: bool) -> float:
-        """Return the peak of the arithmetic that multiplies such weights: 16-bit weights are
-        multiplied in fp32, but by a library's bf16, where there are instructions for it."""
+        """Return the peak of the arithmetic used for weights of this type: 16-bit weights are
+        multiplied in fp32, except by a library in bf16 if the CPU has instructions for it."""
         rounding = ("int8", "int8-per-tensor", "int4", "int4-int8", "file", "file-int8")
         own = {**dict.fromkeys(rounding, "int8"), "bf16": "bf16" if library else "fp32"}
         fp32 = self.peak_gflop_s["fp32"]
@@ -225,31 +226,31 @@ class MachineLimits(Frozen):
 
 
 class Calibration(Frozen):
-    """Seconds of one pass of a target, as `dovetail calibrate` found them."""
+    """Seconds of a target's pass, as measured by `dovetail calibrate`."""
 
     measured: str
-    """When, ISO 8601 in UTC."""
+    """Time of the measurement, ISO 8601 in UTC."""
     backend: str
     context: Annotated[int, Field(ge=0, le=1 << 24)]
-    """Rows in the cache that `t_v` holds for."""
+    """Cached rows for which `t_v` holds."""
     t_v: RowsSeconds
     t_v_limit: RowsSeconds
-    """At the physical limit: max(packed bytes that are read, and states / bandwidth, 2 rows active
-    parameters, and operations on states / peak)."""
+    """The physical limit: max((packed weights and states that are read) / bandwidth, (2 x rows x
+    active parameters and operations on states) / peak)."""
     t_v_by_context: tuple[ContextCurve, ...]
     experts: ExpertCosts | None = None
-    """The share of experts in `t_v`; None: the model has none, or they were not counted."""
+    """How experts contribute to `t_v`; None: the model has none, or they were not counted."""
     layers: Positive
     layers_measured: Positive
-    """Fewer than `layers` where memory did not hold all of them: seconds are scaled up then."""
+    """Fewer than `layers` if memory could not hold all of them; seconds are then scaled up."""
     limits: MachineLimits
     overhead_s: Annotated[float, Field(ge=0.0)] | None = None
     """Seconds that messages, coordinator and HTTP add to a round without a draft, if measured."""
 
 
 class Reading(Frozen):
-    """Seconds of reading a prompt, with a model on the CPU: on the CPU itself, and with its weights
-    streaming through a device."""
+    """Seconds to prefill a prompt with a model on the CPU: on the CPU itself, and with its weights
+    streamed through a device."""
 
     device: str
     local: RowsSeconds
@@ -257,25 +258,25 @@ class Reading(Frozen):
 
     @property
     def better_from(self) -> int | None:
-        """The fewest measured rows from which on the device is always the faster one; None: at the
-        most rows that were measured it is not."""
+        """Return the smallest measured number of rows from which the device is always faster; None
+        if it is slower at the largest one."""
         points = sorted({*self.local.rows, *self.streamed.rows}, reverse=True)
         better = list(takewhile(lambda rows: self.streamed.at(rows) < self.local.at(rows), points))
         return better[-1] if better else None
 
 
 class DeviceCosts(Frozen):
-    """Seconds of the parts of a target in a pass over rows, on a device and on the CPU: a planner
-    composes placements from them."""
+    """Seconds of the parts of a target's pass on a device and on the CPU, from which a planner
+    composes placements."""
 
     device: str
     link_gb_s: Rate
-    """Copying a layer's weights to the device, with nothing computed meanwhile."""
+    """Bandwidth of copying a layer's weights to the idle device."""
     layer: RowsSeconds
-    """One whose weights stay there."""
+    """A layer whose weights stay on the device."""
     streamed: RowsSeconds
-    """One of several whose weights stream through it."""
+    """One of several layers whose weights are streamed to the device."""
     head: RowsSeconds
-    """On the device, and whatever else a pass has but layers."""
+    """The output head, and everything else in a pass but the layers, on the device."""
     host_layer: RowsSeconds
     host_head: RowsSeconds

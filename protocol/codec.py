@@ -1,10 +1,9 @@
-"""A message to frames and back: MessagePack in the first frame, the raw bytes of its arrays in the
-frames behind it.
+"""Encodes a message as frames and back: MessagePack in the first frame, the raw bytes of its arrays
+in the following ones.
 
-What arrives is hostile until it has been decoded: sizes and nesting are bounded before anything is
-allocated, types are checked strictly, unknown fields and tags are refused. The only exception that
-leaves `decode` is `DecodeError`. Knows no sockets.
-"""
+Input is hostile until decoded: sizes and nesting are bounded before anything is allocated, types
+are checked strictly, and unknown fields and tags are refused. `decode` raises nothing but
+`DecodeError`. Knows no sockets."""
 
 from collections.abc import Sequence, Sized
 from functools import cached_property
@@ -28,8 +27,8 @@ SMALL_BYTES = 512
 """Bodies up to this size are not walked first: no array has more items than it has bytes."""
 _CONTAINER_ITEMS = 8
 UNCOUNTED_BYTES = MAX_ITEMS // (1 + _CONTAINER_ITEMS)
-"""A body up to this that is whole cannot have too many items, since each of them and each container
-takes a byte at least: they are not counted."""
+"""A complete body up to this size cannot have too many items, since each item and container takes
+at least a byte: its items are not counted."""
 
 M = TypeVar("M")
 C = TypeVar("C", bound=Sized)
@@ -120,9 +119,8 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
 def _measure(body: bytes) -> None:
     """Walk over the body without building anything.
 
-    What passes is whole, and so has no more items than bytes; a few bytes that claim arrays of
-    millions, one in the other, end here.
-    """
+    A body that passes is complete, and so has no more items than bytes; a few bytes that claim
+    nested arrays of millions are rejected here."""
     walker = msgpack.Unpacker(read_size=1, max_buffer_size=MAX_BODY_BYTES)
     walker.feed(body)
     walker.skip()
@@ -131,8 +129,8 @@ def _measure(body: bytes) -> None:
 
 
 class _Budget:
-    """Counts what is being built, so that a body cannot become many times its size in memory:
-    containers are dear, items cheap."""
+    """Counts items while decoding, so that a small body cannot take up many times its size in
+    memory: containers are expensive, items cheap."""
 
     def __init__(self) -> None:
         self._left = MAX_ITEMS
@@ -145,7 +143,7 @@ class _Budget:
 
 
 def _attach(body: dict[str, Any], member: type[Message] | None, raw: Sequence[bytes]) -> None:
-    """Put the raw frames back where the body names arrays; every frame must have its place."""
+    """Put the raw frames back where the body names arrays; every frame must belong to one."""
     rest = list(raw)
     for name in member.ARRAYS if member else ():
         header = body.get(name)

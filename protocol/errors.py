@@ -1,17 +1,15 @@
-"""The exceptions of the whole project, as one tree. A `UserError` is answered with one line: the
-thing, the value and the remedy (exit code 2). A `ProtocolError` is a peer's error: the message is
-dropped and counted, without further effects. Any other exception is a bug, and is logged with its
-traceback.
-"""
+"""The exceptions of the whole project, as one tree. A `UserError` is shown as one line with the
+problem, the value and the remedy (exit code 2). A `ProtocolError` is a peer's error: the message is
+dropped and counted. Any other exception is a bug, and is logged with its traceback."""
 
 
 def printable(text: str) -> str:
-    """One line that no terminal takes for commands, whatever a peer or a file put into it."""
+    """Return the text without control characters, for text from a peer or a file."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 class DovetailError(Exception):
-    """Every exception that this project declares."""
+    """The base of all exceptions that this project declares."""
 
 
 class UserError(DovetailError):
@@ -50,22 +48,22 @@ class ProtocolError(DovetailError):
 
 
 class DecodeError(ProtocolError):
-    """Bytes that are no message: truncated, oversized, mistyped, nested too deep."""
+    """Bytes that are not a valid message: truncated, oversized, mistyped, or nested too deep."""
 
     request: int | None = None
-    """The number of the client's request, if it can be read nevertheless."""
+    """The number of the client's request, if it could still be read."""
 
 
 class StaleError(ProtocolError):
-    """A message that is late, duplicate or of another incarnation: counted, without effect."""
+    """A message that is late, duplicate or of another incarnation: it is counted and ignored."""
 
 
 class OverError(StaleError):
-    """An answer about a session that has ended in the meantime: this is normal, and not counted."""
+    """An answer about a session that has ended in the meantime: normal, and not counted."""
 
 
 class TreeError(ProtocolError):
-    """An invalid token tree: a parent behind its child, equal siblings, an unknown id."""
+    """An invalid token tree: a parent after its child, equal siblings, an unknown id."""
 
 
 class LinkError(DovetailError):
@@ -73,16 +71,16 @@ class LinkError(DovetailError):
 
 
 class PeerGone(LinkError):
-    """The peer that a message is meant for is not connected."""
+    """The recipient is not connected."""
 
 
 class PeerBusy(LinkError):
-    """The peer does not take messages off its queue, which is full."""
+    """The recipient's queue is full because it does not read."""
 
 
 class LinkClosed(LinkError):
-    """The other end of the link has gone, or the link was closed here."""
+    """The other end of the link is gone, or the link was closed here."""
 
 
 class LinkRefused(LinkClosed):
-    """The peer refuses our connection: because of the keys, or it is another program."""
+    """The peer refuses our connection: because of the keys, or because it is another program."""

@@ -1,11 +1,9 @@
-"""Mixtures of experts: the share of a model's weights that a pass over some rows reads.
+"""Mixtures of experts: which share of a model's weights a pass over some rows reads.
 
-Each row goes through a few of the experts of a layer, so a pass over one row reads little of a
-model, and one over the rows of a tree reads more with each of them. Rows are taken to choose
-independently of each other, and every expert as often as any other; those of one text agree more
-often than that, and read less: `Routing` predicts how many experts M rows go through, from how
-varied their choices are. Knows counts and shares only.
-"""
+Each row uses a few of the experts of a layer, so a pass over one row reads little of a model, and
+each further row of a tree reads more. `Mixture` assumes that rows choose independently and
+uniformly; rows of one text agree more often, and read less: `Routing` predicts how many experts M
+rows use from how varied their choices are. Knows counts and shares only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +16,13 @@ from dovetail.protocol.settings import Frozen
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-"""Names of both numbers in a config.json; where it has a list, one number a layer."""
+"""Names of both numbers in a config.json; a list has one number per layer."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The experts of a model: `chosen` of `count` for each row of a layer, with a `share` of all
-    weights that passes read."""
+    """The experts of a model: each row uses `chosen` of `count` in each layer; they hold a `share`
+    of all weights."""
 
     count: int = 1
     chosen: int = 1
@@ -36,47 +34,45 @@ class Mixture:
         return self.read(1)
 
     def read(self, rows: float) -> float:
-        """Return the share of the weights that a pass over this many rows reads, on average: of
-        `count` experts each is missed by a row with probability 1 - chosen / count."""
+        """Return the expected share of the weights that a pass over this many rows reads: a row
+        misses each of the `count` experts with probability 1 - chosen / count."""
         missed: float = (1.0 - self.chosen / self.count) ** rows
         return 1.0 - self.share * missed
 
 
 DENSE = Mixture()
-"""A model without experts: a pass reads all of its weights."""
+"""A model without experts: every pass reads all weights."""
 
 MAX_EXPERTS = 1 << 24
 Experts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]
-"""The number of experts that a pass goes through, each counted once in every layer."""
+"""The number of distinct experts that a pass uses, summed over layers."""
 
 
 class Routing(Frozen):
-    """The numbers of experts that a model has and that a row goes through, summed over layers."""
+    """How many experts a model has and how many a row uses, summed over layers."""
 
     row: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
-    """Experts that one row goes through: top-k times the layers with experts."""
+    """Experts that one row uses: top-k times the layers with experts."""
     most: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
     """All experts of all layers."""
 
     @model_validator(mode="after")
-    def _goes_through_some(self) -> "Routing":
+    def _uses_some(self) -> "Routing":
         if self.row > self.most:
-            raise ValueError(
-                f"a row goes through {self.row} experts, but the model has {self.most}"
-            )
+            raise ValueError(f"a row uses {self.row} experts, but the model has {self.most}")
         return self
 
     def unique(self, rows: float, variety: float = 1.0) -> float:
-        """Return how many experts U a pass over `rows` rows M goes through on average:
-        U = E (1 - (1 - k / E)^(M^variety)), with k = `row` and E = `most`. At `variety` 1 rows
-        choose independently, at 0 all choose the same experts. The exponent is as in Heaps' law
-        for the number of different words in a text."""
+        """Return the expected number of experts U that a pass over `rows` rows M uses: U = E (1 -
+        (1 - k / E)^(M^variety)), with k = `row` and E = `most`. At `variety` 1 rows choose
+        independently, at 0 all choose the same experts. The exponent is as in Heaps' law for the
+        number of different words in a text."""
         missed: float = (1.0 - self.row / self.most) ** (rows**variety)
         return self.most * (1.0 - missed)
 
     def variety(self, rows: int, unique: float) -> float:
-        """Return the exponent by which a pass over `rows` rows, at least two, went through `unique`
-        experts (see the method `unique`); 0 where all rows chose the same experts."""
+        """Return the exponent for which `unique` predicts this many experts for `rows` rows (at
+        least two); 0 if all rows chose the same experts."""
         if self.row == self.most:
             return 1.0
         missed = 1.0 - min(unique, self.most - 0.5) / self.most
@@ -84,8 +80,8 @@ class Routing(Frozen):
 
 
 def count_experts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many experts a layer has by a config.json, and how many of them a row goes
-    through; (1, 1) for a model without experts."""
+    """Return how many experts a layer has according to a config.json, and how many of them a row
+    uses; (1, 1) for a model without experts."""
     count = max((_number(config.get(name)) for name in COUNTS), default=0)
     if count <= 1:
         return 1, 1

@@ -1,6 +1,5 @@
-"""Writing files and reading texts for a user: errors have the name of the file and a remedy. Also
-the folder of a user's caches, and its limits.
-"""
+"""Writing files and reading text for a user: errors name the file and a remedy. Also the user's
+cache folder and its limits."""
 
 import codecs
 import errno
@@ -31,7 +30,7 @@ REMEDIES = {
 }
 OF_WRITING = (errno.EACCES, errno.EPERM, errno.ENOENT)
 NO_TEMPORARY, USUAL = "No usable temporary directory", ("/tmp", "/var/tmp")
-"""The error of `tempfile` where it finds no folder, and two that it has tried."""
+"""The error of `tempfile` if it finds no folder, and two folders that it tries."""
 MOST_READ = 16 << 20  # largest size in bytes of a hand-written file
 MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
@@ -41,7 +40,7 @@ MARKS = {
 
 
 def refusal(error: OSError, *, writes: bool = True) -> str:
-    """Return the system's text for an error with a remedy, if one is certain."""
+    """Return the system's text for an error, with a remedy if one is known."""
     said, path = error.strerror or str(error), Path(str(error.filename or ""))
     remedy = REMEDIES.get(error.errno or 0)
     if error.errno in OF_WRITING and not (writes and error.filename):
@@ -56,17 +55,16 @@ def refusal(error: OSError, *, writes: bool = True) -> str:
 
 
 def unread(error: OSError, absent: str) -> str:
-    """Return why a file was not read, with a remedy; `absent`: that for a missing file."""
+    """Return why a file was not read, with a remedy; `absent`: the remedy if it is missing."""
     remedy = {errno.ENOENT: absent, errno.EACCES: "let your user read it"}.get(error.errno or 0)
     return f"{error.strerror}; {remedy}" if remedy else refusal(error, writes=False)
 
 
 def cache_folder() -> Path:
-    """Return the folder of what is kept between starts: dovetail in $XDG_CACHE_HOME, else in
-    ~/.cache. It need not be there.
+    """Return the folder for what is kept between starts: dovetail in $XDG_CACHE_HOME, else in
+    ~/.cache. It may not exist yet.
 
-    For a user without a home it begins with "~", and there is no place for it.
-    """
+    For a user without a home it begins with "~" and cannot be created."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
         try:
@@ -78,8 +76,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def writing(path: Path, what: str) -> Iterator[None]:
-    """`OutputError` where the system refuses to write `what` to the file or folder `path`; nothing
-    else may be read or written in this block."""
+    """Raise `OutputError` if the system refuses to write `what` to the file or folder `path`;
+    nothing else may be read or written in this block."""
     try:
         yield
     except OSError as error:
@@ -87,7 +85,7 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 
 def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
-    """Append to an open file without its buffer, so that an error is raised here and once."""
+    """Append to an open file without its buffer, so that an error is raised here and only once."""
     with writing(path, what):
         left = memoryview(content)
         while left:
@@ -103,8 +101,8 @@ def read_text(path: Path, what: str) -> str:
 
 
 def decode(content: bytes, what: str, *, zeros: bool = False) -> str:
-    """The text in UTF-8, without a byte order mark; `UserError` names the line and the byte of
-    `what` that is none. `zeros`: there may be zero bytes."""
+    """Return the text without a byte order mark; `UserError` names the line and byte of `what` that
+    is not UTF-8. `zeros`: zero bytes are allowed."""
     for name, marks in MARKS.items():
         if content.startswith(marks):
             raise UserError(
@@ -134,8 +132,8 @@ def _line(content: bytes, place: int) -> str:
 
 
 def tidy(folder: Path, most: int) -> None:
-    """Remove all entries of a folder but the `most` that were changed last. Entries that another
-    process removes meanwhile are no error."""
+    """Remove all entries of a folder except the `most` newest. Entries that another process removes
+    meanwhile are ignored."""
     found = []
     for path in folder.iterdir():
         with suppress(FileNotFoundError):

@@ -1,9 +1,7 @@
-"""The control group of a process and those around it (cgroups(7)), of the second kind, of the
-first, or of both.
+"""The control groups of a process and those around them (cgroups(7)): version 2, version 1, or
+both.
 
-Read under a root that can be another one. Standard library only; what the files mean, their readers
-know.
-"""
+Standard library only; the file system root can be replaced for tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +12,8 @@ ROOT = Path("/")
 class GroupFolders:
     """The folders of this process's control groups.
 
-    A container often sees its own group as the root, while /proc names the path on the host: what
-    is not there is passed over.
-    """
+    A container often sees its own group as the root while /proc names the path on the host: paths
+    that do not exist are skipped."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self._mount = root / "sys/fs/cgroup"
@@ -26,7 +23,7 @@ class GroupFolders:
             self._paths.update(dict.fromkeys(controllers.split(","), path.lstrip("/")))
 
     def folders(self, controller: str) -> Iterator[Path]:
-        """Yield the folders of our groups, innermost first; controller "": the second kind."""
+        """Yield the folders of our groups, innermost first; controller "": version 2."""
         if controller not in self._paths:
             return
         for mount in (
@@ -41,7 +38,7 @@ class GroupFolders:
 
 
 def read_text(path: Path) -> str:
-    """A file of the kernel's; empty if it is not there or may not be read."""
+    """Return the content of a kernel file; empty if it is missing or not readable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Signals that end a process, held back while what they raise would be lost."""
+"""Defers signals that end a process while an exception from their handler would be lost."""
 
 import signal
 import threading
@@ -9,13 +9,12 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Run the block whole, for milliseconds, and handle afterwards the signals to end that came
-    meanwhile.
+    """Run the block (of some milliseconds) uninterrupted; signals that came meanwhile are handled
+    after it.
 
     pydantic's compiled half turns an exception that a handler raises within it - SystemExit,
     KeyboardInterrupt - into a SchemaError, or swallows it. Python runs handlers in the main thread
-    alone, whichever thread the kernel chose, so that there is nothing to hold back in another.
-    """
+    only, so other threads have nothing to defer."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

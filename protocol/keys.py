@@ -1,18 +1,17 @@
-"""CURVE keys of a deployment: who may speak with the coordinator over tcp, and in which roles.
+"""CURVE keys of a deployment: who may connect to the coordinator over tcp, and in which roles.
 
 A folder of keys, mode 0700, holds for each name one file `NAME.key` (JSON: name, roles, public,
-secret; mode 0600) and one file `NAME.pub` (the same without the secret). The one named
-`coordinator` is the coordinator's own; every other one is a peer, and `roles` in its `.pub` file on
-the coordinator's machine says what it may be - draft, target, client, operator, who is a client
-that may put workers in place and let them go - whatever it says of itself. What belongs where when
-there are several machines:
+secret; mode 0600) and one file `NAME.pub` (the same without the secret). `coordinator` is the
+coordinator's own key; every other one is a peer's, and `roles` in its `.pub` file on the
+coordinator's machine decides what the peer may be, whatever it claims: draft, target, client or
+operator (a client that may swap and dismiss workers). With several machines, each needs:
 
     the coordinator's machine   coordinator.key and the NAME.pub of every peer
     a worker's or a client's    its own NAME.key and coordinator.pub, nothing else
 
-A peer is revoked by the removal of its `.pub` file from the coordinator's machine, without a
-restart: what it sends from then on is dropped, and its next handshake is refused. Knows files;
-handshakes are judged in `links/handshakes.py`.
+To revoke a peer, remove its `.pub` file from the coordinator's machine; no restart is needed: its
+further messages are dropped, and its next handshake is refused. Knows files; handshakes are judged
+in `links/handshakes.py`.
 """
 
 import json
@@ -67,8 +66,8 @@ class OwnKey:
 
 
 def generate_keys(folder: Path) -> None:
-    """Make the keys of a new deployment in `folder`: coordinator, and one peer for each role, named
-    like it; `KeysError` if it holds keys already."""
+    """Create the keys of a new deployment in `folder`: the coordinator's, and one peer per role,
+    named after it; `KeysError` if it holds keys already."""
     if folder.is_dir() and (
         present := sorted(path.name for path in (*folder.glob("*.key"), *folder.glob("*.pub")))
     ):
@@ -85,8 +84,8 @@ def generate_keys(folder: Path) -> None:
 
 
 def generate_peer(folder: Path, name: str, roles: Sequence[str]) -> None:
-    """Add the peer `name`, who may take `roles`, to the deployment in `folder`; `KeysError` if the
-    name is taken or no name, or a role is none."""
+    """Add the peer `name` with these `roles` to the deployment in `folder`; `KeysError` if the name
+    is taken or invalid, or a role is unknown."""
     check_folder(folder)
     if not _NAME.fullmatch(name):
         raise KeysError(
@@ -107,13 +106,12 @@ def generate_peer(folder: Path, name: str, roles: Sequence[str]) -> None:
 
 
 def rotate(folder: Path, name: str) -> None:
-    """Replace the key pair `name` by a new one of the same roles; the old one is refused from now
-    on, that of the coordinator once it is started again.
+    """Replace the key pair `name` by a new one with the same roles; the old one is refused from now
+    on (the coordinator's, once it has restarted).
 
-    The new files must go where the old ones were: `NAME.key` to the machine of the peer; after
-    rotating the coordinator, `coordinator.pub` to every peer, and the coordinator must be
-    restarted.
-    """
+    The new files must be copied to where the old ones were: `NAME.key` to the machine of the peer;
+    after rotating the coordinator, `coordinator.pub` to every peer, and the coordinator must be
+    restarted."""
     roles = read_public(_existing(folder, name)).roles
     _write_pair(folder, name, roles)
 
@@ -157,7 +155,7 @@ def load_own_key(folder: Path, name: str) -> OwnKey:
 
 def own_key_for(folder: Path, role: str) -> OwnKey:
     """Return the key pair with which this machine takes `role`: the one of that name, else the only
-    one that may; `KeysError` if there is none."""
+    one with that role; `KeysError` if there is none."""
     check_folder(folder)
     if (folder / f"{role}.key").exists():
         return load_own_key(folder, role)
@@ -170,11 +168,11 @@ def own_key_for(folder: Path, role: str) -> OwnKey:
         if able
         else f"no {role}.key; {_remedy(folder, role)}"
     )
-    raise KeysError(f"{folder} is to give the key of a {role} and holds {found}")
+    raise KeysError(f"{folder} must hold the key of a {role}, and holds {found}")
 
 
 def _remedy(folder: Path, role: str) -> str:
-    """Return how to get the key of a role; old deployments have none of an operator."""
+    """Return how to get the key of a role; old deployments have no operator key."""
     if (folder / f"{COORDINATOR}.key").exists():
         return f"make it with `dovetail keygen --out {folder} --name {role} --role {role}`"
     made = "copy it from where `dovetail keygen` made it"
@@ -184,12 +182,12 @@ def _remedy(folder: Path, role: str) -> str:
 
 
 def _allows(held: Sequence[str], roles: Iterable[str]) -> bool:
-    """Return whether a key of the roles `held` is good for these: an operator is a client, too."""
+    """Return whether a key with the roles `held` covers these: an operator is a client, too."""
     return {*roles} <= {*held, *(("client",) if OPERATOR in held else ())}
 
 
 def coordinator_public(folder: Path) -> str:
-    """The coordinator's public key, by which a peer knows that it speaks with the right one."""
+    """Return the coordinator's public key, with which a peer authenticates it."""
     check_folder(folder)
     return read_public(folder / f"{COORDINATOR}.pub").public
 
@@ -206,7 +204,7 @@ def _write_pair(folder: Path, name: str, roles: tuple[str, ...]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file of mode 0600 so that at every moment it is the old or the new one as a whole."""
+    """Write a file of mode 0600 atomically."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.unlink(missing_ok=True)
     with (

@@ -1,10 +1,9 @@
-"""The memory that is still available to a process, what a process uses, and processes that the
-kernel has killed because memory ran out.
+"""Memory available to a process, memory that a process uses, and processes killed because memory
+ran out.
 
-Counted are the machine's available memory, the limits of the control groups around the process (of
-the first kind and the second), the nodes that it is bound to, and its own limits of address space.
-Read under a root that can be another one; standard library only. Knows nothing of models.
-"""
+The limits are the machine's available memory, the control groups around the process (version 1 and
+2), the memory nodes it is bound to, and its own limits of address space. Standard library only; the
+file system root can be replaced for tests. Knows nothing of models."""
 
 import ctypes
 import gc
@@ -20,15 +19,15 @@ from pathlib import Path
 from dovetail.protocol.groups import ROOT, GroupFolders, read_text
 
 NO_LIMIT = 1 << 60
-"""A limit of the first kind of control groups that is not set is a number beyond this."""
+"""In version 1 control groups, a limit above this number is not set."""
 KILLED = re.compile(r"^\d+,\d+,(\d+),[^;]*;.*Killed process (\d+) ", re.MULTILINE)
-"""Matches the kernel's log of a process killed for lack of memory: when, and which."""
+"""Matches the kernel's log of a process killed for lack of memory: time and process id."""
 LOG_BYTES = 8192  # a record of /dev/kmsg is never longer
 
 
 def release_memory() -> None:
-    """Give back what has been freed. glibc keeps freed blocks of up to 32 MiB, and the layers of a
-    model leave many behind as they are packed, as does a large tokenizer as it is read."""
+    """Return freed memory to the system. glibc keeps freed blocks of up to 32 MiB; packing the
+    layers of a model leaves many of them, and so does parsing a large tokenizer."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim is not None:
         trim(0)
@@ -36,7 +35,8 @@ def release_memory() -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Suspend garbage collection within the block, which makes very many objects and few cycles."""
+    """Suspend garbage collection within the block, which creates very many objects and few
+    cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -48,22 +48,23 @@ def uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that may still be taken."""
+    """Memory that can still be allocated."""
 
     size: int  # the size in bytes
     bound: str
-    """The name of the bound, in words that follow "there are 3 GB": "available on this machine",
-    "left in the control group /a (limit 4 GB)"."""
+    """Describes the bound, after "there are 3 GB": "available on this machine", "left in the
+    control group /a (limit 4 GB)"."""
     swap: int = 0  # bytes of swap in addition; processes run slowly there, but are not killed
 
 
 def read_room(root: Path = ROOT) -> Room | None:
-    """Return the least room of the machine and the control groups; None if unknown."""
+    """Return the least available memory among the machine and the control groups; None if
+    unknown."""
     return min(_rooms(root), key=lambda room: room.size + room.swap, default=None)
 
 
 def node_room(node: int, root: Path = ROOT) -> Room | None:
-    """Return the room on a memory node for a process that is bound to it; None if unknown."""
+    """Return the available memory of a memory node, for a process bound to it; None if unknown."""
     found = _fields(read_text(root / f"sys/devices/system/node/node{node}/meminfo"))
     if "MemFree" not in found:
         return None
@@ -74,7 +75,7 @@ def node_room(node: int, root: Path = ROOT) -> Room | None:
 
 
 def process_load(pid: int) -> tuple[float, int]:
-    """Return a process's CPU time in seconds and its resident bytes; `OSError` if there is none."""
+    """Return a process's CPU time in seconds and resident bytes; `OSError` if it does not exist."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     fields = stat.rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])
@@ -82,8 +83,8 @@ def process_load(pid: int) -> tuple[float, int]:
 
 
 def process_room() -> Room | None:
-    """Return the least limit that each process has for itself (RLIMIT_AS, RLIMIT_DATA), whatever it
-    has taken of it; None if there is none."""
+    """Return the lower of this process's own limits (RLIMIT_AS, RLIMIT_DATA), regardless of what it
+    has used; None if there is none."""
     limits = {
         "address space (ulimit -v)": resource.RLIMIT_AS,
         "data (ulimit -d)": resource.RLIMIT_DATA,
@@ -100,7 +101,7 @@ def process_room() -> Room | None:
 
 
 def total_bytes(root: Path = ROOT) -> int | None:
-    """Return the machine's memory or our groups' least limit, if less; None if unknown."""
+    """Return the machine's memory, or the least limit of our groups if lower; None if unknown."""
     machine = _fields(read_text(root / "proc/meminfo")).get("MemTotal")
     return min(
         [*([] if machine is None else [machine]), *(limit for _, limit, _ in _limits(root))],
@@ -129,8 +130,8 @@ def _rooms(root: Path) -> Iterator[Room]:
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
-    """Yield each control group around us that has a limit: its folder, the limit, and what is taken
-    of it for good; files on a disk can be read again."""
+    """Yield each control group around us that has a limit: its folder, the limit, and the memory in
+    use that cannot be reclaimed (cached files can)."""
     groups = GroupFolders(root)
     for controller, names, prefix in (
         ("", ("memory.max", "memory.current"), ""),
@@ -156,7 +157,7 @@ def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def _fields(text: str) -> dict[str, int]:
-    """Return the bytes of each line of a meminfo, the machine's or a node's."""
+    """Return the bytes in each line of a meminfo file, of the machine or a node."""
     return {
         name: int(size) * 1024
         for name, size in re.findall(r"^(?:Node \d+ )?(\S+):\s+(\d+) kB$", text, re.MULTILINE)
@@ -165,10 +166,10 @@ def _fields(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Kills:
-    """The numbers of processes that the kernel had killed for want of memory at a moment."""
+    """How many processes the kernel had killed for lack of memory at some moment."""
 
     groups: tuple[tuple[Path, int], ...]
-    """Counts by file of a control group around a process, innermost first."""
+    """Counts by file of each control group around a process, innermost first."""
     machine: int
     at_us: int  # the moment, on the clock of the kernel's log
 
@@ -185,10 +186,9 @@ def count_kills(root: Path = ROOT) -> Kills:
 
 
 def why_killed(pid: int, before: Kills, root: Path = ROOT) -> str:
-    """Return in words that the kernel killed a process for want of memory, and how that is known;
-    empty if it is not. `before`: the counters when the process was started. Those of its control
-    groups and the log are about this process; the machine's may be about another one.
-    """
+    """Return a sentence if the kernel killed a process for lack of memory, with the evidence; empty
+    if there is none. `before`: the counters when the process was started. Those of its control
+    groups and the log concern this process; the machine's may concern another one."""
     if any(
         int(killed) == pid and int(at_us) >= before.at_us
         for at_us, killed in KILLED.findall(_kernel_log(root / "dev/kmsg"))
@@ -223,7 +223,7 @@ def _oom_kills(file: Path) -> int | None:
 
 
 def _kernel_log(device: Path) -> str:
-    """Return what the kernel has logged, a record a line; nothing where that may not be read."""
+    """Return the kernel's log, one record per line; empty if it may not be read."""
     text = ""
     try:
         descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""The coupled noise in plain numbers: the definition that every process agrees on.
+"""The coupled noise in plain numbers, the definition that all processes share.
 
 The noise of token v at absolute position t of a session with a 128-bit key (k0, k1) is g =
 -log(-log1p(-u)), a standard Gumbel variate in float64 rounded to float32, with u = ((h >> 12) +
@@ -27,20 +27,20 @@ SEED_BITS = 53  # bits of a seed that the server chooses: JavaScript and jq lose
 
 
 def random_seed() -> int:
-    """Return a seed for a request without one."""
+    """Return a random seed for a request without one."""
     return secrets.randbits(SEED_BITS)
 
 
 def session_key(seed: int, sample: int, prompt: Sequence[int]) -> bytes:
-    """The 16-byte key of a session: 128 bits of SHA-256 over seed, sample index and prompt token
-    ids (little-endian u64, u32, u32 each)."""
+    """Return the 16-byte key of a session: 128 bits of SHA-256 over seed, sample index and prompt
+    token ids (little-endian u64, u32, u32 each)."""
     return hashlib.sha256(struct.pack(f"<QI{len(prompt)}I", seed, sample, *prompt)).digest()[
         :KEY_BYTES
     ]
 
 
 def key_words(key: bytes) -> tuple[int, int]:
-    """The two unsigned 64-bit words (k0, k1) of a key, little-endian."""
+    """Return the two unsigned 64-bit words (k0, k1) of a key, little-endian."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a noise key has {KEY_BYTES} bytes, not {len(key)}")
     k0, k1 = struct.unpack("<QQ", key)
@@ -48,30 +48,31 @@ def key_words(key: bytes) -> tuple[int, int]:
 
 
 def mix(x: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood, 2014): a bijection of 64-bit words."""
+    """Return the finalizer of SplitMix64 (Steele, Lea, Flood, 2014): a bijection of 64-bit
+    words."""
     x = ((x ^ (x >> 30)) * MULTIPLIERS[0]) & MASK
     x = ((x ^ (x >> 27)) * MULTIPLIERS[1]) & MASK
     return x ^ (x >> 31)
 
 
 def position_word(key: bytes, position: int) -> int:
-    """The 64-bit word from which the noise of every token at one position is derived."""
+    """Return the 64-bit word from which the noise of every token at one position is derived."""
     k0, k1 = key_words(key)
     return mix(k1 ^ mix((k0 + (position + 1) * GOLDEN) & MASK))
 
 
 def counter_hash(key: bytes, position: int, token: int) -> int:
-    """h of the module's formula."""
+    """Return h of the module's formula."""
     return mix((position_word(key, position) + (token + 1) * GOLDEN) & MASK)
 
 
 def uniform(key: bytes, position: int, token: int) -> float:
-    """u of the module's formula, within (0, 1)."""
+    """Return u of the module's formula, within (0, 1)."""
     return ((counter_hash(key, position, token) >> 12) + 0.5) / 2.0**52
 
 
 def gumbel(key: bytes, position: int, token: int) -> float:
-    """The noise of one token at one position, a float32 value."""
+    """Return the noise of one token at one position, a float32 value."""
     noise: float = struct.unpack(
         "<f", struct.pack("<f", -math.log(-math.log1p(-uniform(key, position, token))))
     )[0]

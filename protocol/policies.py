@@ -1,6 +1,5 @@
-"""The table of tree policies: their names, and what the settings, the planner and the commands have
-to know of each. How a tree grows by one of them is in `workers/speculation/policies.py`.
-"""
+"""The table of tree policies: their names, and what settings, planner and commands need to know of
+each. How a policy grows a tree is in `workers/speculation/policies.py`."""
 
 from dataclasses import dataclass
 
@@ -10,13 +9,13 @@ class PolicyTraits:
     """The properties of a policy."""
 
     fixed_shape: bool = False
-    """No drawn token changes the tree's shape, so that drafts may be accepted by rejection."""
+    """The tree's shape does not depend on drawn tokens, so that rejection sampling is possible."""
     without_model: bool = False
-    """It may be chosen for a draft without a model, which grows best first, in one go."""
+    """Works with a draft without a model, which grows best first, in one go."""
     by_entropy: bool = False  # the policy goes by thresholds of entropy
     full_levels: bool = False  # every level is offered whole, so that gamma is width times depth
     pass_a_level: bool = True
-    """A pass expands a level; False: a pass expands the best nodes wherever they are."""
+    """A pass expands a level; False: a pass expands the best nodes of any level."""
     sizes_itself: bool = False
     """The number of nodes follows the measured costs; gamma, depth and width are bounds."""
 

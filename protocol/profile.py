@@ -1,11 +1,10 @@
-"""The profile file: what was measured on a machine, so that it is measured once.
+"""The profile file: measurements of a machine, kept so that each is made once.
 
-Holds, for each combination of machine, software, weights, threads and model shapes, which way each
-linear is computed and what every candidate took, and the calibration: the target's pass over M
-rows, the draft's over those of a level, and the limits of the hardware. JSON, written atomically
-under a lock, since several workers may start at once. Knows neither where the file lies
-(`launch/files/directory.py` decides) nor how anything is measured.
-"""
+For each combination of machine, software, weights, threads and model shapes, it holds how each
+linear layer is computed and the time of every candidate, and the calibration: target passes over M
+rows, draft passes over a level, and the hardware limits. JSON, written atomically under a lock,
+since several workers may start at once. Knows neither where the file is
+(`launch/files/directory.py` decides) nor how anything is measured."""
 
 import fcntl
 import hashlib
@@ -41,7 +40,7 @@ MACHINE_FIELDS = (
 
 
 class ProfileError(UserError):
-    """A profile file that cannot be read or written: names the file and the remedy."""
+    """A profile file that cannot be read or written; names the file and the remedy."""
 
 
 class ProfileKey(Frozen):
@@ -58,8 +57,8 @@ class ProfileKey(Frozen):
 
 
 class LinearChoice(Frozen):
-    """One shape [n, k] for passes of at most `rows` rows (a row class): what was chosen, and the
-    measured seconds of one product of every candidate."""
+    """One shape [n, k] for passes of at most `rows` rows (a row class): the chosen candidate, and
+    the measured seconds of each."""
 
     n: Positive
     k: Positive
@@ -79,7 +78,7 @@ class Entry(Frozen):
     calibrations: tuple[Calibration, ...] = ()  # at most one for each back end
     levels: ContextCurve | None = None  # t_D of a draft, a level of its tree
     readings: tuple[Reading, ...] = ()
-    """Seconds of reading a prompt of a target on the CPU, at most one for each device."""
+    """Seconds to prefill a prompt with a target on the CPU, at most one entry per device."""
     devices: tuple[DeviceCosts, ...] = ()  # costs of a target's parts, at most one for each device
 
     def choice(self, n: int, k: int, rows: int) -> LinearChoice | None:
@@ -88,32 +87,33 @@ class Entry(Frozen):
         return min(fitting, key=lambda c: c.rows, default=None)
 
     def with_linears(self, linears: Sequence[LinearChoice]) -> "Entry":
-        """These choices in place of those of the same shape and row class."""
+        """Return the entry with these choices in place of those with the same shape and row
+        class."""
         new = {(c.n, c.k, c.rows): c for c in (*self.linears, *linears)}
         return self.model_copy(update={"linears": tuple(new.values())})
 
     def with_calibration(self, calibration: Calibration) -> "Entry":
-        """This calibration in place of that of the same back end."""
+        """Return the entry with this calibration in place of that of the same back end."""
         others = tuple(c for c in self.calibrations if c.backend != calibration.backend)
         return self.model_copy(update={"calibrations": (*others, calibration)})
 
     def with_reading(self, reading: Reading) -> "Entry":
-        """This reading in place of that of the same device."""
+        """Return the entry with this reading in place of that of the same device."""
         others = tuple(r for r in self.readings if r.device != reading.device)
         return self.model_copy(update={"readings": (*others, reading)})
 
     def with_device(self, costs: DeviceCosts) -> "Entry":
-        """These costs in place of those of the same device."""
+        """Return the entry with these costs in place of those of the same device."""
         others = tuple(d for d in self.devices if d.device != costs.device)
         return self.model_copy(update={"devices": (*others, costs)})
 
     def with_levels(self, levels: ContextCurve) -> "Entry":
-        """This t_D in place of what was known."""
+        """Return the entry with this t_D."""
         return self.model_copy(update={"levels": levels})
 
 
 class NodeTimes(Frozen):
-    """Seconds of a target's pass on one memory node, and spread over all nodes."""
+    """Seconds of a target's pass on one memory node, and sharded over all nodes."""
 
     key: tuple[str, ...]
     """Machine, nodes, model and settings: if any of these changes, the measurement is repeated."""
@@ -123,13 +123,13 @@ class NodeTimes(Frozen):
 
 
 class TypeTimes(Frozen):
-    """Seconds of products on a device in types of weights of 16 and 32 bits."""
+    """Seconds of products on a device with weights in 16-bit and 32-bit types."""
 
     key: tuple[str, ...]
-    """Libraries, card, driver and our functions: a change of any means a new measurement."""
+    """Libraries, card, driver and our functions: if any changes, the measurement is repeated."""
     seconds: Mapping[str, tuple[Seconds, ...]]  # type -> seconds of a product of 1, 4 and 16 rows
     refused: Mapping[str, str] = {}
-    """Type -> why there is no product in it, or what is wrong with it."""
+    """Type -> why it cannot be used."""
 
 
 class DraftFall(Frozen):
@@ -153,7 +153,7 @@ class Profile(Frozen):
         return next((entry for entry in self.entries if entry.key == key), Entry(key=key))
 
     def with_entry(self, entry: Entry) -> "Profile":
-        """This entry in place of the one of the same key."""
+        """Return the profile with this entry in place of that with the same key."""
         return self.model_copy(
             update={"entries": (*(e for e in self.entries if e.key != entry.key), entry)}
         )
@@ -165,7 +165,7 @@ class Profile(Frozen):
         )
 
     def types_of(self, key: Sequence[str]) -> TypeTimes | None:
-        """Return the times of types under a key; None: they were not measured."""
+        """Return the times of types under a key; None if they were not measured."""
         return next((times for times in self.types if times.key == tuple(key)), None)
 
     def with_types(self, times: TypeTimes) -> "Profile":
@@ -175,11 +175,12 @@ class Profile(Frozen):
         )
 
     def fall_of(self, key: Sequence[str]) -> str:
-        """Return why a draft fell to the CPU when it was started last; empty: it did not."""
+        """Return why a draft fell back to the CPU at its last start; empty if it did not."""
         return next((fall.why for fall in self.falls if fall.key == tuple(key)), "")
 
     def with_fall(self, fall: DraftFall) -> "Profile":
-        """Return the profile with this fall in place of its predecessor; none without a reason."""
+        """Return the profile with this fallback in place of its predecessor; without a reason, the
+        predecessor is removed."""
         others = [f for f in self.falls if f.key != fall.key]
         return self.model_copy(update={"falls": (*others, *([fall] if fall.why else []))})
 
@@ -189,8 +190,8 @@ def load_profile(path: Path) -> Profile:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ProfileError(
-                f"the profile file {path} is larger than {MAX_BYTES >> 20} MiB, which it never "
-                "becomes by itself: remove it"
+                f"the profile file {path} is larger than {MAX_BYTES >> 20} MiB, which is never "
+                "normal: remove it"
             )
         text = path.read_bytes()
     except FileNotFoundError:
@@ -213,18 +214,16 @@ def load_profile(path: Path) -> Profile:
 
 
 def update_profile(path: Path, key: ProfileKey, change: Callable[[Entry], Entry]) -> Entry:
-    """Replace what is known under `key` by `change` of it, on disk; whatever else the file holds,
-    another process's last words included, stays.
-
-    Returns the new entry. `ProfileError` if the file cannot be written.
-    """
+    """Replace the entry of `key` by `change(entry)` on disk, and return it; other entries stay,
+    including those that another process has just written. `ProfileError` if the file cannot be
+    written."""
     found = rewrite_profile(path, lambda known: known.with_entry(change(known.find(key))))
     return found.find(key)
 
 
 def rewrite_profile(path: Path, change: Callable[[Profile], Profile]) -> Profile:
-    """Replace the profile on disk by `change` of it, under a lock, and return it; `ProfileError` if
-    the file cannot be written."""
+    """Replace the profile on disk by `change(profile)` under a lock, and return it; `ProfileError`
+    if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(path.name + ".lock")):
@@ -239,8 +238,8 @@ def rewrite_profile(path: Path, change: Callable[[Profile], Profile]) -> Profile
 
 
 def machine_key(cpuinfo: Path = Path("/proc/cpuinfo"), *, cores: int | None = None) -> str:
-    """A digest of processor, instruction flags and number of cores; 16 hexadecimal digits. `cores`:
-    by default those of the machine."""
+    """Return a digest of processor, instruction flags and number of cores, 16 hexadecimal digits.
+    `cores`: by default the machine's."""
     first = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     fields = dict(re.findall(r"^([^\t:]+?)\s*:[ \t]*(.*)$", first, re.MULTILINE))
     facts = [" ".join(sorted(fields.get(name, "").split())) for name in MACHINE_FIELDS]
@@ -255,7 +254,7 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def shapes_key(shapes: Sequence[tuple[int, int]], *others: object) -> str:
-    """A digest of the shapes [n, k] of a model's linears, with how often each occurs, and of
+    """Return a digest of the shapes [n, k] of a model's linear layers with their counts, and of
     whatever else its speed depends on; 16 hexadecimal digits."""
     counts = {shape: shapes.count(shape) for shape in set(shapes)}
     return _digest(
@@ -270,14 +269,14 @@ def _digest(parts: Sequence[str]) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with its holder, however that ends."""
+    """Admit one process at a time; the lock is released even if its holder is killed."""
     with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _write(path: Path, text: str) -> None:
-    """Whoever reads the file meanwhile sees the old one or the new one, whole."""
+    """Write atomically: readers see the old file or the new one."""
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=path.name, suffix=".new", delete=False, encoding="utf-8"
     ) as file:

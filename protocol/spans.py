@@ -2,9 +2,8 @@
 
 A span is (name, start_ns, duration_ns) on the clock of the process that measured it. Only durations
 are used for decisions; offsets are for display. Coarse spans are always recorded, fine ones on
-request. Spans of a command are sent with its answer; those outside of commands, such as growth
-ahead, with a later answer and with their session.
-"""
+request. Spans of a command are sent with its answer; background spans, such as growth ahead, are
+sent with a later answer and name their session."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -13,21 +12,21 @@ from dataclasses import dataclass, field
 
 Span = tuple[str, int, int]
 Beside = tuple[int | None, int | None, Span]
-"""Session and round, where it is about one, and the span."""
+"""Session and round, if it belongs to one, and the span."""
 
 NAMES: Mapping[str, str] = {
-    "prefill": "a prompt is read, or a part of the log",
+    "prefill": "a prompt, or a part of the log, is prefilled",
     "verify": "a pass of the target over the trees of a round, and its verdicts",
-    "linears": "of a pass, the matrices of all layers (fine; a sum over the layers, as are the "
+    "linears": "in a pass, the matrices of all layers (fine; a sum over the layers, as are the "
     "next two)",
-    "attention": "of a pass, attention, rotation and cache (fine)",
-    "other": "of a pass, the rest of the layers, the embedding and the final norm (fine)",
-    "head": "of a pass, the matrix that makes logits of states (fine)",
+    "attention": "in a pass, attention, rotation and cache (fine)",
+    "other": "in a pass, the rest of the layers, the embedding and the final norm (fine)",
+    "head": "in a pass, the output matrix that computes the logits (fine)",
     "choose": "sampling, and following the tree (fine)",
     "commit": "rows of accepted nodes become rows of the log",
     "draft": "an order: the root moves, the tree grows and is offered",
-    "move": "the root moves: the log grows, and of the tree what lies below stays (fine)",
-    "root": "a pass of the draft over what the log has more",
+    "move": "the root moves: the log grows, and the subtree below it stays (fine)",
+    "root": "a pass of the draft over new tokens of the log",
     "level": "a pass of the draft over nodes of the tree",
     "grow": "passes of the draft that no round waits for",
     "prepare": "work ahead of time that no round waits for: noise, learning from verdicts",
@@ -42,7 +41,7 @@ NAMES: Mapping[str, str] = {
     "detokenise": "the coordinator: tokens become text (fine)",
     "queue": "a session waits for a worker that serves others, or reads its prompt",
     "link": "a command or its answer is on its way, decoded and encoded",
-    "lost": "a session waited for an answer that it has done without",
+    "lost": "a session waited for an answer and then gave up on it",
 }
 """All names. Outside of commands: `grow`, `prepare`, `decode`, `encode`, `send`."""
 
@@ -70,7 +69,7 @@ class Spans:
             self.add(name, start, time.monotonic_ns())
 
     def finely(self, name: str) -> AbstractContextManager[None]:
-        """Measure a fine span, if those are recorded."""
+        """Measure a fine span, if fine spans are recorded."""
         return self.measure(name) if self.fine else nullcontext()
 
     def add(self, name: str, start_ns: int, end_ns: int) -> None:
@@ -85,7 +84,7 @@ class Spans:
         session: int | None = None,
         round: int | None = None,
     ) -> None:
-        """Add a span outside of commands; coarse ones join the one just before."""
+        """Add a span outside of commands; coarse ones are joined with the one just before."""
         beside = self._beside
         if beside and (not self.fine or name in JOINED) and beside[-1][:2] == (session, round):
             last, since, duration = beside[-1][2]
@@ -97,31 +96,30 @@ class Spans:
             del beside[: MAX_BESIDE // 2]
 
     def take(self, limit: int) -> tuple[Span, ...]:
-        """The spans since the last call, at most the newest `limit` of them."""
+        """Return the spans since the last call, at most the newest `limit`."""
         spans, self._spans = tuple(self._spans[max(0, len(self._spans) - limit) :]), []
         return spans
 
     def take_beside(self, limit: int) -> tuple[Beside, ...]:
-        """The oldest of those outside of commands, at most `limit`."""
+        """Return the oldest spans outside of commands, at most `limit`."""
         taken, self._beside = tuple(self._beside[:limit]), self._beside[limit:]
         return taken
 
 
 @dataclass
 class ClockOffset:
-    """The distance of a peer's monotonic clock to ours, from the fastest of the last probes.
+    """The offset of a peer's monotonic clock from ours, from the fastest of the last probes.
 
-    The true offset lies within `bound_ns` of `offset_ns`: half the round trip of the probe that it
-    came from (Cristian, 1989).
-    """
+    The true offset lies within `bound_ns` of `offset_ns`: half the round trip of that probe
+    (Cristian, 1989)."""
 
     keep: int = 32
     _samples: list[tuple[int, int]] = field(default_factory=list)
     offset_ns: int = field(default=0, init=False)
     bound_ns: int = field(default=0, init=False)
     ahead_ns: int = field(default=0, init=False)
-    """Nanoseconds that the peer's clock is taken to be ahead of ours: `offset_ns`, or 0 where that
-    is possible, since processes of one machine share a clock."""
+    """Assumed nanoseconds by which the peer's clock is ahead of ours: `offset_ns`, or 0 if that is
+    within the bound, since processes of one machine share a clock."""
 
     def add(self, sent_ns: int, peer_ns: int, received_ns: int) -> None:
         round_trip = received_ns - sent_ns

@@ -1,9 +1,8 @@
-"""A token tree: the drafted continuations of a sequence that share prefixes.
+"""A token tree: drafted continuations of a sequence, sharing prefixes.
 
 Nodes are numbered 0..N-1 and a parent precedes its children; -1 stands for the root, the last
-committed token, which is no node. Only tokens and parents travel; depths, paths and ancestors
-follow by index arithmetic. Knows no scores and no model.
-"""
+committed token, which is not a node. Only tokens and parents are sent; depths, paths and ancestors
+are derived from them. Knows no scores and no model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,10 +38,10 @@ class TokenTree:
         ):
             return self
         self._name_fault(vocabulary_size)
-        raise AssertionError("a tree with a fault that no node has")
+        raise AssertionError("an invalid tree without an invalid node")
 
     def _name_fault(self, vocabulary_size: int) -> None:
-        """Raise `TreeError` for the first node that makes this no tree."""
+        """Raise `TreeError` for the first invalid node."""
         seen: set[tuple[int, int]] = set()
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if not ROOT <= parent < node:
@@ -80,7 +79,7 @@ class TokenTree:
         return tuple(reversed(path))
 
     def prefix(self, nodes: int) -> "TokenTree":
-        """The tree of the first `nodes` nodes."""
+        """Return the tree of the first `nodes` nodes."""
         return TokenTree(self.tokens[:nodes], self.parents[:nodes])
 
     def is_path(self, nodes: Sequence[int]) -> bool:

@@ -1,5 +1,5 @@
-"""Which token has which id: what a draft and its target must share. Reads a tokenizer.json with
-nothing but the standard library."""
+"""The vocabulary, token ids and spellings, that a draft and its target must share. Reads
+tokenizer.json with the standard library only."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ LARGEST_ID = (1 << 32) - 1
 
 
 class TokenTable:
-    """The ids and spellings of a vocabulary, its special tokens and its decoder, which is all that
+    """The ids and spellings of a vocabulary, its special tokens and its decoder: all that
     detokenizing needs. It takes about ten bytes per token and is cheap to unpack."""
 
     def __init__(
@@ -141,8 +141,8 @@ class TokenTable:
 
 
 def read_vocabulary(tokenizer: bytes) -> dict[int, str]:
-    """Id -> token of a tokenizer.json (BPE, WordPiece, WordLevel or Unigram), added tokens
-    included; `CheckpointError` if it is none."""
+    """Return id -> token of a tokenizer.json (BPE, WordPiece, WordLevel or Unigram), added tokens
+    included; `CheckpointError` if it is not one."""
     return _vocabulary_of(_parsed(tokenizer))[0]
 
 
@@ -163,7 +163,7 @@ def _no_vocabulary(error: Exception) -> CheckpointError:
 
 
 def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int]]:
-    """Return the tokens by their ids, and the special ones' ids. As in the tokenizers library, an
+    """Return the tokens by id, and the ids of the special ones. As in the tokenizers library, an
     added token has the id of the model's token with its spelling, or the next free one, whatever
     the file states."""
     try:
@@ -189,7 +189,7 @@ def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int
 
 
 def vocabulary_digest(vocabulary: Mapping[int, str]) -> str:
-    """SHA-256 over the (id, token) pairs in order of id."""
+    """Return the SHA-256 of the (id, token) pairs in order of id."""
     digest = hashlib.sha256()
     for index in sorted(vocabulary):
         digest.update(f"{index}\0{vocabulary[index]}\0".encode("utf-8", "surrogatepass"))

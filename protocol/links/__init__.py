@@ -2,18 +2,17 @@
 `Link` the other end of one.
 
 Two kinds behave alike: ipc (a socket in a folder that only its owner can enter) and tcp (CURVE keys
-required, on loopback too). Frames arrive whole, in the order of each sender, at most once. A
+required, on loopback too). Messages arrive whole, in the order of each sender, at most once. A
 message to a disconnected peer raises `PeerGone`, and one to a peer with a full queue `PeerBusy`, so
-that nothing is lost silently and no sender blocks. A link whose coordinator is lost raises
+that nothing is lost silently and no sender blocks. A link that loses its coordinator raises
 `LinkClosed` and never reconnects. Knows frames, not what they mean (`codec.py`).
 
-Liveness is libzmq's own. A closed connection is seen at once, and the kernel closes that of a
-process that dies. Heartbeats find a peer that is stopped (SIGSTOP), or that the way to is cut,
-within 1.2 to 1.7 s, on both ends; libzmq's I/O thread answers them, so that a process that computes
-for minutes, with the interpreter's lock or without, is never taken for one that is stopped. Over
-ipc there are none between the coordinator and its clients: a terminal's Ctrl-Z stops one, and its
-user expects it to go on. Deadlines for the work of a peer that is stuck are its user's business.
-"""
+Liveness relies on libzmq. A closed connection is noticed at once, and the kernel closes those of a
+process that dies. Heartbeats detect a peer that is stopped (SIGSTOP) or unreachable within 1.2 to
+1.7 s, on both ends; libzmq's I/O thread answers them, so a process that computes for minutes, with
+or without the interpreter's lock, is never taken for a stopped one. Over ipc there are no
+heartbeats between the coordinator and its clients: a terminal's Ctrl-Z stops a client, and its user
+expects it to continue later. Deadlines for peers that are stuck are up to the caller."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S, ZmqHub, ZmqLink
 
 
 class Hub(Protocol):
-    """The coordinator's end of all links. One thread uses it."""
+    """The coordinator's end of all links; used by one thread."""
 
     @property
     def address(self) -> str:
@@ -48,8 +47,8 @@ class Hub(Protocol):
         """
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """The next message as (peer, frames), or None; never blocks. What breaks the bounds on
-        frames or comes from a revoked key is dropped and counted."""
+        """Return the next message as (peer, frames), or None; never blocks. Messages that exceed
+        the bounds on frames or come from a revoked key are dropped and counted."""
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
         """Queue a message; never blocks. Raises `PeerGone`, or `PeerBusy` if the queue is full."""
@@ -61,21 +60,21 @@ class Hub(Protocol):
         """Return the key of a peer over tcp, without a name if revoked; None without keys."""
 
     def monitor_fileno(self) -> int:
-        """Return a descriptor that is readable when to call `disconnects`."""
+        """Return a descriptor that is readable when `disconnects` should be called."""
 
     def disconnects(self) -> int:
         """Return how many peers disconnected since the last call. To find out which, probe them all
         with `send`. Takes some milliseconds if there are any."""
 
     def refused(self) -> int:
-        """Handshakes and messages refused so far."""
+        """Return how many handshakes and messages have been refused so far."""
 
     def close(self) -> None:
-        """Close everything and remove its files. A second call does nothing."""
+        """Close everything and remove its files. Idempotent."""
 
 
 class Link(Protocol):
-    """A worker's or a client's end of one link. One thread uses it."""
+    """A worker's or a client's end of one link; used by one thread."""
 
     address: str  # the address that it was connected to
 
@@ -84,13 +83,12 @@ class Link(Protocol):
 
     def offer(self, frames: Sequence[bytes]) -> None:
         """Queue a message for the coordinator; never blocks. `PeerBusy` if the queue is full,
-        `LinkClosed` if the coordinator has gone."""
+        `LinkClosed` if the coordinator is gone."""
 
     def receive(self, timeout_s: float | None) -> list[bytes] | None:
-        """The next message, or None if none comes within the time (None: wait for ever).
+        """Return the next message, or None if none comes within the timeout (None: no timeout).
 
-        `LinkClosed` when the coordinator has gone and all that it sent has been received.
-        """
+        `LinkClosed` when the coordinator is gone and everything that it sent has been received."""
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when something may have arrived.
@@ -103,23 +101,22 @@ class Link(Protocol):
         """Return the next message, or None; never waits or checks the coordinator."""
 
     def monitor_fileno(self) -> int:
-        """A descriptor that becomes readable when the coordinator may have gone; call `receive(0)`
-        then until it returns None or raises."""
+        """Return a descriptor that becomes readable when the coordinator may be gone; then call
+        `receive(0)` until it returns None or raises."""
 
     def check(self) -> None:
-        """Raise `LinkClosed` if the coordinator has gone; takes nothing, never waits."""
+        """Raise `LinkClosed` if the coordinator is gone; reads no message, never waits."""
 
     def close(self) -> None:
-        """Close everything that was opened. A second call does nothing."""
+        """Close everything that was opened. Idempotent."""
 
 
 def open_hub(address: str, *, keys: Path | None = None, own_folder: bool = False) -> Hub:
     """Listen at "ipc" (a fresh private folder), ipc://PATH or tcp://HOST:PORT (port * or 0: any
-    free one). `own_folder`: nothing else is in PATH's folder.
+    free one). `own_folder`: PATH's folder holds nothing else.
 
-    The I/O thread takes over the core binding of the calling thread. `KeysError` for tcp without
-    keys; `UserError` if the address cannot be had.
-    """
+    The I/O thread inherits the core binding of the calling thread. `KeysError` for tcp without
+    keys; `UserError` if the address cannot be used."""
     scheme, _, place = address.partition("://")
     if address == "ipc" or (scheme == "ipc" and place):
         return ZmqHub(
@@ -136,12 +133,10 @@ def open_hub(address: str, *, keys: Path | None = None, own_folder: bool = False
 def open_link(
     address: str, *, keys: Path | None = None, role: str, timeout_s: float = CONNECT_TIMEOUT_S
 ) -> Link:
-    """Connect to the coordinator at ipc://PATH or tcp://HOST:PORT and wait until it has taken the
-    connection.
+    """Connect to the coordinator at ipc://PATH or tcp://HOST:PORT and wait until it accepts.
 
     `LinkClosed`, naming the address, if none answers within `timeout_s`; `LinkRefused` if it
-    refuses the key; `KeysError` if tcp lacks the key of `role`.
-    """
+    refuses the key; `KeysError` if tcp lacks the key of `role`."""
     scheme, _, place = address.partition("://")
     if scheme == "ipc" and place:
         path = Path(place).absolute()

@@ -1,7 +1,5 @@
-"""Addresses: where a hub listens, and what is wrong with an address or with the folder of a socket.
-
-Knows nothing of frames.
-"""
+"""Addresses: where a hub listens, and checks of an address or a socket's folder. Knows nothing of
+frames."""
 
 import fcntl
 import os
@@ -19,11 +17,11 @@ from dovetail.protocol.errors import KeysError, UserError
 
 HOST = re.compile(r"[^\s,/]+")  # a name or a number, and nothing that would end it
 WORKERS_SUFFIX = ".w"
-"""Behind the path of an ipc address: where workers connect, whose connections have heartbeats."""
+"""Suffix of an ipc path for the socket of workers, whose connections have heartbeats."""
 MAX_IPC_PATH_BYTES = 107 - len(WORKERS_SUFFIX)
 """sun_path of a Unix socket has 108 bytes and ends with a zero."""
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
-"""Folders for sockets where the name of the temporary directory is too long."""
+"""Folders for sockets if the name of the temporary directory is too long."""
 ABANDONED_S = 60.0  # age after which an unlocked folder of sockets counts as abandoned
 
 _HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1200, zmq.HEARTBEAT_TTL: 1200}
@@ -38,7 +36,7 @@ class TcpPlace:
         self._address = address
 
     def bind(self, socket: Socket) -> str:
-        """Listen there; the address with its real port."""
+        """Listen there; return the address with its real port."""
         host, port = host_and_port(self._address)
         watch(socket)
         socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
@@ -57,15 +55,14 @@ class TcpPlace:
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
-        """Nothing stays behind."""
+        """Do nothing: a tcp address leaves nothing behind."""
 
 
 class IpcPlace:
     """A path for the Unix sockets of clients and workers, in a folder that only its owner can
-    enter, held by a lock against a second launcher.
+    enter, locked against a second launcher.
 
-    Without the lock a second bind would silently take the path away from a living coordinator.
-    """
+    Without the lock a second bind would silently take the path away from a running coordinator."""
 
     def __init__(self, path: Path, *, own: bool) -> None:
         """`own`: the folder is private to us, so its content may be removed."""
@@ -77,7 +74,7 @@ class IpcPlace:
         self._made: list[Path] = []
 
     def bind(self, socket: Socket) -> str:
-        """Listen there; the address."""
+        """Listen there; return the address."""
         check_length(self._path)
         try:
             self._lock = self._take_lock()
@@ -91,7 +88,7 @@ class IpcPlace:
         return f"ipc://{self._path}"
 
     def _take_lock(self) -> int:
-        """The locked descriptor; `UserError` if another process holds it."""
+        """Return the locked descriptor; `UserError` if another process holds the lock."""
         while True:
             self._make_folder()
             try:
@@ -116,7 +113,7 @@ class IpcPlace:
             os.close(lock)  # its former owner removed the file between our open and our lock
 
     def _make_folder(self) -> None:
-        """Make the folder, noting it first: an interruption leaves nothing behind."""
+        """Make the folder, but record it first, so that an interruption leaves nothing behind."""
         folder = self._path.parent
         self._made += [
             place
@@ -127,7 +124,7 @@ class IpcPlace:
         check_private(folder)
 
     def close(self) -> None:
-        """Remove sockets, the lock, and those folders made for them that are empty."""
+        """Remove the sockets, the lock, and the folders made for them if they are empty."""
         if self._lock is not None:
             self._path.unlink(missing_ok=True)
             self._workers_path.unlink(missing_ok=True)
@@ -141,9 +138,9 @@ class IpcPlace:
 
 
 def fresh_path() -> Path:
-    """Return a path in a folder that does not exist yet, under the temporary directory or, where
-    its name is too long for a socket, under the first of `SHORT` that can be written. Folders left
-    there by killed coordinators of this user are removed."""
+    """Return a path in a folder that does not exist yet, under the temporary directory or, if its
+    name is too long for a socket, under the first writable folder of `SHORT`. Folders left there by
+    killed coordinators of this user are removed."""
     name = f"dovetail-{secrets.token_hex(8)}/coordinator"
     places = [Path(tempfile.gettempdir()).absolute(), *map(Path, SHORT)]
     usable = (p for p in places if _fits(p / name) and os.access(p, os.W_OK | os.X_OK))
@@ -205,7 +202,7 @@ def check_private(folder: Path) -> None:
 
 
 def check_way(path: Path) -> None:
-    """Check the folder of a coordinator's socket; without a socket that is the first error."""
+    """Check the folder of a coordinator's socket; report a missing socket before that."""
     try:
         check_private(path.parent)
     except UserError as error:
@@ -230,8 +227,8 @@ def no_address(address: str) -> UserError:
 
 
 def watch(socket: Socket) -> None:
-    """Find out when the other end of a connection is lost in silence; for the addresses that the
-    socket binds or connects to from now on."""
+    """Enable detection of silently lost connections, for addresses that the socket binds or
+    connects to from now on."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     for option, milliseconds in _HEARTBEAT_MS.items():
         socket.setsockopt(option, milliseconds)

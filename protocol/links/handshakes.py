@@ -17,30 +17,30 @@ DOMAIN = b"dovetail"
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _SAY_EVERY_S = 10.0
-"""So often at most refused handshakes are a line of the log; a worker tries again every second, and
+"""The shortest time between log lines about refused handshakes; a worker retries every second, and
 strangers as often as they like."""
 
 _log = logging.getLogger(__name__)
 
 
 class AllowedPeers:
-    """The peers whose keys the coordinator accepts, as the `.pub` files of a folder name them now.
+    """The peers whose keys the coordinator accepts, as the `.pub` files of a folder currently
+    define them.
 
-    A file that appears, changes or goes while this is in use counts at once: a key that was read is
-    accepted only while its file is the same (device, inode and time of change).
-    """
+    Added, changed and removed files take effect at once: a cached key is accepted only while its
+    file is the same (device, inode and time of change)."""
 
     def __init__(self, folder: Path) -> None:
         check_folder(folder)
         self._folder = folder
         self._former: dict[str, str] = {}
-        """Public keys that were allowed since this began, and their names."""
+        """Public keys that have been allowed since the start, and their names."""
         self._known: dict[str, tuple[PeerKey, Path, tuple[int, ...] | None]] = {}
         for path in self._files():
             self._add(path, self._known)
 
     def find(self, public: str) -> PeerKey | None:
-        """The peer with this public key (Z85); None if there is none, or none any more."""
+        """Return the peer with this public key (Z85); None if it is unknown or revoked."""
         entry = self._known.get(public)
         if entry is None or _identity(entry[1]) != entry[2]:
             self._reload()
@@ -60,7 +60,7 @@ class AllowedPeers:
         self._known = known
 
     def told(self, public: str) -> str:
-        """A key that is not allowed, in words."""
+        """Describe a key that is not allowed."""
         former = self._former.get(public)
         return (
             f"the key {former!r}, which is no longer allowed"
@@ -83,10 +83,10 @@ class AllowedPeers:
 
 
 def start_judge(context: "zmq.Context[zmq.Socket[bytes]]", peers: AllowedPeers) -> threading.Thread:
-    """A thread that answers libzmq's request for every CURVE handshake of `context`; it ends when
-    the context is terminated. An allowed key is accepted with itself as User-Id, which libzmq
-    attaches to every message of that connection; any other is refused and logged with its address.
-    """
+    """Start a thread that answers libzmq's request for every CURVE handshake of `context`; it ends
+    when the context is terminated. An allowed key is accepted with itself as User-Id, which libzmq
+    attaches to every message of that connection; any other is refused and logged with its
+    address."""
     socket = context.socket(zmq.REP)
     socket.setsockopt(zmq.LINGER, 0)
     socket.bind(_ZAP_ENDPOINT)
@@ -120,7 +120,7 @@ class _Refusals:
         self._unsaid = 0
 
     def tell(self, key: str, address: str) -> None:
-        """Log a handshake with a key, described in words, from an address."""
+        """Log a refused handshake: a description of the key, and the address."""
         now_s = time.monotonic()
         if now_s - self._said_s < _SAY_EVERY_S:
             self._unsaid += 1
@@ -135,8 +135,8 @@ def _verdict(
     find: Callable[[str], PeerKey | None],
     refused: Callable[[str, str], None],
 ) -> list[bytes]:
-    """The answer of RFC 27 to (version, request, domain, address, identity, mechanism, 32-byte
-    public key); `refused` is called with keys that are not allowed."""
+    """Return the answer of RFC 27 to (version, request, domain, address, identity, mechanism,
+    32-byte public key); `refused` is called with keys that are not allowed."""
     version, request, domain, address, _identity, mechanism, *credentials = question
     known = None
     if (

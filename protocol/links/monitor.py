@@ -1,4 +1,4 @@
-"""The events that libzmq reports of the connections of a socket."""
+"""The connection events that libzmq reports for a socket."""
 
 import struct
 from contextlib import suppress
@@ -11,13 +11,13 @@ Context = zmq.Context[Socket]
 
 GONE = zmq.EVENT_DISCONNECTED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""Without EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq (4.3.5) reports with it a frame that was changed
-on the way, forgets over it to close the connection, and aborts the process at the next
+"""Without EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq (4.3.5) also reports it for a frame that was
+altered in transit, but then does not close the connection and aborts the process at the next
 heartbeat."""
 
 
 class Monitor:
-    """The events that libzmq reports of a socket's connections."""
+    """The connection events of one socket."""
 
     def __init__(self, context: Context, watched: Socket, events: int) -> None:
         endpoint = f"inproc://monitor-{id(self)}"
@@ -34,7 +34,7 @@ class Monitor:
         return int(self.socket.getsockopt(zmq.FD))
 
     def take(self) -> list[tuple[int, int]]:
-        """The (event, value) pairs since the last call."""
+        """Return the (event, value) pairs since the last call."""
         taken: list[tuple[int, int]] = []
         with suppress(zmq.Again):
             while True:

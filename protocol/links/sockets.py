@@ -1,5 +1,5 @@
-"""Hub and link over ZeroMQ: a ROUTER socket and a DEALER, which keep the promises of this folder.
-Who may connect is judged in `handshakes.py`."""
+"""Hub and link over ZeroMQ: a ROUTER and a DEALER socket that keep the promises of this folder.
+`handshakes.py` decides who may connect."""
 
 import socket
 import threading
@@ -38,7 +38,7 @@ _CLIENTS = ("client", keyring.OPERATOR)
 _MAX_KNOWN_PEERS = 4096
 
 _READABLE = int(zmq.POLLIN)
-"""The flag as a number: one of an enumeration costs more to look at than the socket."""
+"""The flag as an int: testing an enumeration member costs more than the socket call."""
 
 
 class ZmqHub:
@@ -95,7 +95,8 @@ class ZmqHub:
             self._refused += 1
 
     def _take(self) -> tuple[bytes, list[bytes]]:
-        """Return the next message, without frames if its key is revoked; `zmq.Again` if none."""
+        """Return the next message, without frames if its key is revoked; `zmq.Again` if there is
+        none."""
         if self._peers is None:
             peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             return peer, frames
@@ -151,12 +152,11 @@ class ZmqHub:
         return gone
 
     def _settle(self) -> None:
-        """Let libzmq take down the pipes of who disconnected.
+        """Let libzmq tear down the pipes of disconnected peers.
 
-        It reports a disconnect first and takes the pipe down afterwards, in three steps that its
-        I/O thread and this one take in turn; a message sent in between would vanish instead of
-        raising `PeerGone`. Reading EVENTS is what lets this thread take its steps.
-        """
+        It reports a disconnect first and tears the pipe down afterwards, in three steps that
+        alternate between its I/O thread and this one; a message sent in between would vanish
+        instead of raising `PeerGone`. Reading EVENTS makes this thread take its steps."""
         end = time.monotonic() + _SETTLE_S
         while time.monotonic() < end:
             self._socket.getsockopt(zmq.EVENTS)
@@ -222,7 +222,7 @@ class ZmqLink:
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
 
     def _connect(self, timeout_s: float) -> None:
-        """Wait for the handshake, and try again until the time is over."""
+        """Wait for the handshake, retrying until the timeout."""
         assert self._monitor is not None
         try:
             self._socket.connect(self.address + self._entrance)
@@ -249,7 +249,7 @@ class ZmqLink:
             advice = (
                 "it may need keys, have other keys than coordinator.pub, or not be a coordinator"
             )
-            raise LinkRefused(f"what answers at {self.address} breaks the connection off: {advice}")
+            raise LinkRefused(f"the peer at {self.address} breaks off the connection: {advice}")
         self._check_host()
         raise LinkClosed(
             f"no coordinator answers at {self.address} within {timeout_s:g} s: start it, or "
@@ -257,7 +257,7 @@ class ZmqLink:
         )
 
     def _check_host(self) -> None:
-        """`LinkClosed` for the name of a host that is none here."""
+        """Raise `LinkClosed` if the host name cannot be resolved."""
         if not self.address.startswith("tcp://"):
             return
         host, _ = host_and_port(self.address)
@@ -320,7 +320,7 @@ class ZmqLink:
             self._poller.poll(None if left_ms is None else ceil(left_ms))
 
     def _take(self) -> list[bytes] | None:
-        """The next message that keeps the bounds, or None."""
+        """Return the next message within the bounds, or None."""
         if self._socket.closed:
             return None
         try:
@@ -334,7 +334,7 @@ class ZmqLink:
         return frames
 
     def _notice(self) -> None:
-        """Learn from the monitor whether the coordinator has gone."""
+        """Read from the monitor whether the coordinator is gone."""
         if (
             self._monitor is not None
             and not self._gone
@@ -368,7 +368,7 @@ class ZmqLink:
 
 
 def _configure(socket: Socket) -> None:
-    """The options that both ends share."""
+    """Set the options that both ends share."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
@@ -377,12 +377,13 @@ def _configure(socket: Socket) -> None:
 
 
 def _bounded(frames: Sequence[bytes]) -> bool:
-    """Return whether what arrived keeps the bounds; libzmq bounds single frames only."""
+    """Return whether a received message keeps the bounds; libzmq bounds single frames only."""
     return 1 <= len(frames) <= MAX_FRAMES and sum(map(len, frames)) <= MAX_MESSAGE_BYTES
 
 
 def check_outgoing(frames: Sequence[bytes]) -> None:
-    """Our own mistake is loud: the other end would drop such a message, or the connection."""
+    """Raise `ValueError` for a message that exceeds the bounds: the other end would drop it, or the
+    connection."""
     if not _bounded(frames) or max(map(len, frames)) > MAX_FRAME_BYTES:
         raise ValueError(
             f"a message has 1 to {MAX_FRAMES} frames of at most {MAX_FRAME_BYTES} bytes and "

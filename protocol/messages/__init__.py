@@ -3,14 +3,13 @@
 Three dialects share one envelope. A *command* goes from the coordinator to a worker (imperatives),
 an *event* from a worker to the coordinator (participles); a *request* goes from a client to the
 coordinator, a *reply* back. Every message carries `epoch`, the incarnation of its sender, drawn at
-random when the process starts. Commands about a session carry `session, round, prefix` - prefix is
-the number of committed tokens they assume - and events `session, round`, so that what is late,
-duplicate or stale is recognised, counted and changes nothing. Token ids are int32, times
+random when the process starts. Commands about a session carry `session, round, prefix`, where
+prefix is the number of committed tokens they assume, and events `session, round`, so that late,
+duplicate and stale ones are recognised, counted and ignored. Token ids are int32, times
 nanoseconds.
 
-Knows the shape of what is said, not who says it over which wire (`links/`) nor how it becomes
-bytes (`codec.py`). Everything is imported from here; a file of this folder is one conversation.
-"""
+Knows neither who sends a message over which wire (`links/`) nor its encoding (`codec.py`).
+Everything is imported from here; each file is one conversation."""
 
 from dovetail.protocol.messages.client import *
 from dovetail.protocol.messages.drafting import *

@@ -29,19 +29,19 @@ from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 
 
 class Told(Frozen):
-    """The part of a reply that its client has already received, and that is not sent again."""
+    """The part of a reply that its client has received, and that is not sent again."""
 
     tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     characters: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     """Characters of the text."""
     scores: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Tokens of the prompt whose log-probabilities it has received."""
+    """Prompt tokens whose log-probabilities the client has received."""
     fingerprint: Name = ""
-    """The fingerprint of the target that computed these tokens; empty: it is not known, or several
-    targets of different fingerprints did."""
+    """The fingerprint of the target that computed these tokens; empty if it is unknown, or if
+    several targets with different fingerprints did."""
 
     def after(self, reply: "Emitted | PromptScored") -> "Told":
-        """Return what a client has received, including this reply."""
+        """Return what a client has received once it has this reply, too."""
         if isinstance(reply, PromptScored):
             return self.model_copy(update={"scores": self.scores + len(reply.logprobs)})
         told: dict[str, int | str] = {
@@ -58,7 +58,7 @@ NOTHING_TOLD = Told()
 
 
 class Submit(Message):
-    """A client wants a completion of one of: token ids, plain text, or chat turns (user first,
+    """A client requests a completion of one of: token ids, plain text, or chat turns (user first,
     alternating)."""
 
     type: Literal["submit"] = "submit"
@@ -68,7 +68,7 @@ class Submit(Message):
     turns: Annotated[tuple[Text, ...], Field(max_length=MAX_TURNS, fail_fast=True)] | None = None
     sampling: Sampling
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-    """0: the prompt is read, and nothing is committed."""
+    """0: the prompt is prefilled, and nothing is committed."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...],
         Field(max_length=MAX_STOPS, fail_fast=True),
@@ -77,49 +77,50 @@ class Submit(Message):
     sample: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """Which of several replies to the same prompt; each has its own noise."""
     owner: Name = ""
-    """The owner, by which the sender distinguishes its users: rows of an ended session are used for
-    its owner's requests alone."""
+    """The owner, by which the sender distinguishes its users: the cache of an ended session is
+    reused for requests of the same owner only."""
     end: Ends | None = None
     """Ids that end the reply; None: the target's."""
     vocabulary: Name = ""
-    """Digest of the vocabulary that `tokens` are of; the request fails where the target's is
-    another. Empty: not checked."""
+    """Digest of the vocabulary of `tokens`; the request fails if the target's differs. Empty: not
+    checked."""
     logprobs: Top | None = None
-    """Each token comes with its TokenLogprobs, with this many alternatives. None: without."""
+    """Send TokenLogprobs with each token, with this many alternatives. None: do not."""
     scored: bool = False
-    """True: those of the prompt come first, as PromptScored; `logprobs` must be given."""
+    """True: send those of the prompt first, as PromptScored; requires `logprobs`."""
     tree: TreeSettings
     speculate: bool = True
-    """False: the target alone, even where a draft worker is there."""
+    """False: use the target alone, even if there is a draft worker."""
     trace: bool = False
-    """True: the result comes with the spans of all processes."""
+    """True: the result includes the spans of all processes."""
     record: bool = False
-    """True: every round comes as a Recorded."""
+    """True: every round is sent as a Recorded."""
     ahead: bool | None = None
     """True if the draft keeps growing the tree while the target verifies; None: if the two share no
     device, or if measurements show that it pays."""
     ticket: Name = ""
     """An unguessable name, under which a coordinator with a journal keeps the reply. A Submit with
-    the ticket of a known reply continues that one, whatever its other fields. Empty: the reply ends
-    with its coordinator, or its client."""
+    the ticket of a known reply continues that reply, whatever its other fields. Empty: the reply
+    ends with its coordinator or its client."""
     memo: Annotated[bytes, Field(max_length=MAX_MEMO)] = b""
-    """Kept with the ticket for whoever recalls it; the coordinator does not read it."""
+    """Kept with the ticket for whoever recalls it; opaque to the coordinator."""
     told: Told = NOTHING_TOLD
-    """The part of the reply that the client has, from an earlier Submit with this ticket."""
+    """The part of the reply that the client has received through an earlier Submit with this
+    ticket."""
     again: bool = False
-    """True if an earlier coordinator had it, so that this one waits for a target if none is here
-    yet."""
+    """True if an earlier coordinator had this request, so that this one waits for a target if there
+    is none yet."""
 
 
 class Recall(Message):
-    """A client asks for the memo of a ticket: answered by Recalled, or Failed with "ticket" if the
-    journal does not know it, or not as this owner's."""
+    """A client requests the memo of a ticket; answered by Recalled, or Failed with "ticket" if the
+    journal does not know the ticket, or has it for another owner."""
 
     type: Literal["recall"] = "recall"
     request: Count
     ticket: Name
     owner: Name = ""
-    """The owner that the Submit named."""
+    """The owner named in the Submit."""
 
 
 class Recalled(Message):
@@ -136,94 +137,92 @@ class Cancel(Message):
 
 
 class Status(Message):
-    """A client asks for the coordinator's state."""
+    """A client requests the coordinator's state."""
 
     type: Literal["status"] = "status"
 
 
 class Look(Message):
-    """A client requests the events since its last request: answered by Seen. A coordinator keeps a
+    """A client requests the events since its last request; answered by Seen. A coordinator keeps a
     bounded number of events, so poll often. A client on another machine gets the tokens of its own
-    requests alone.
-    """
+    requests only."""
 
     type: Literal["look"] = "look"
     request: Count
     after: Count = 0
-    """The `next` of the last Seen; 0: whatever is still there."""
+    """The `next` of the last Seen; 0: every event that is kept."""
     spans: bool = False
-    """Spans too; workers record fine ones until some seconds after the last such request."""
+    """Include spans; workers record fine ones until some seconds after the last such request."""
 
 
 class Describe(Message):
-    """A client asks what the target is, so that it can read and write its tokens itself."""
+    """A client requests the target's description, to encode and decode its tokens itself."""
 
     type: Literal["describe"] = "describe"
 
 
 class Stop(Message):
-    """A client asks the coordinator to finish what runs, drain its workers and end."""
+    """A client tells the coordinator to finish running requests, drain its workers and end."""
 
     type: Literal["stop"] = "stop"
 
 
 class Swap(Message):
-    """A client asks for a worker on standby to be tried and put in place, and for another one to be
-    let go, whose sessions move over where they can.
+    """A client requests that a standby worker be tested and promoted, and that another one be
+    dismissed, whose sessions move over if possible.
 
-    The workers are named by their epochs. Answered by Progressed*, and Swapped or Failed.
-    """
+    Workers are named by their epochs. Answered by Progressed*, then Swapped or Failed."""
 
     type: Literal["swap"] = "swap"
     request: Count
     newcomer: Count
     old: Count | None = None
-    """The worker that it replaces; None: it joins the present ones."""
+    """The worker to replace; None: the newcomer joins the present ones."""
 
 
 class Dismiss(Message):
-    """A client asks for a worker, named by its epoch, to be let go: answered by Progressed*, and
-    Dismissed or Failed."""
+    """A client requests that a worker, named by its epoch, be dismissed; answered by Progressed*,
+    then Dismissed or Failed."""
 
     type: Literal["dismiss"] = "dismiss"
     request: Count
     worker: Count
     last: bool = False
-    """True: also where there is no other target, so that requests are refused from then on."""
+    """True: dismiss it even if it is the only target; requests are refused from then on."""
 
 
 class Emitted(Message):
-    """Tokens that were committed for a request, and the text that they complete: not more of it
-    than will stay, so without the beginning of a stop string."""
+    """Tokens committed for a request, and the text that they complete. Text that may still become
+    part of a stop string is held back."""
 
     type: Literal["emitted"] = "emitted"
     request: Count
     tokens: Tokens
     drafted: Annotated[tuple[bool, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
-    """For each token, True if the draft had proposed it."""
+    """For each token, whether the draft had proposed it."""
     text: Text
     logprobs: Annotated[
         tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS, fail_fast=True)
     ] = ()
-    """The log-probabilities of each token, where they were asked for."""
+    """The log-probabilities of each token, if requested."""
     fingerprint: Name = ""
-    """The fingerprint of the target that computed them; empty: it is that of the tokens before, or
-    is not known."""
+    """The fingerprint of the target that computed the tokens; empty if it is unchanged or
+    unknown."""
 
 
 class PromptScored(Message):
-    """The target's log-probabilities of tokens of the prompt, where those were asked for: in order,
-    before the first Emitted."""
+    """The target's log-probabilities of prompt tokens, if requested: in order, before the first
+    Emitted."""
 
     type: Literal["prompt_scored"] = "prompt_scored"
     request: Count
     start: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    """Position of the first of them."""
+    """Position of the first token."""
     logprobs: ScoredTokens
 
 
 class Progressed(Message):
-    """The progress of a Swap or Dismiss, in words."""
+    """The progress of a Swap or Dismiss, as a sentence."""
 
     type: Literal["progressed"] = "progressed"
     request: Count
@@ -231,19 +230,19 @@ class Progressed(Message):
 
 
 class Swapped(Message):
-    """The newcomer is in place, and the other one has been let go."""
+    """The newcomer is in use, and the other worker has been dismissed."""
 
     type: Literal["swapped"] = "swapped"
     request: Count
     moved: Count
-    """Sessions that went over; `stayed`: that ended where they were."""
+    """Sessions that moved; `stayed`: sessions that finished where they were."""
     stayed: Count
     longest_pause_s: float
-    """The longest that any client of a session waited for its next token meanwhile."""
+    """The longest that any client waited for its next token because of the swap."""
 
 
 class Dismissed(Message):
-    """The worker has been let go. Its fields are those of Swapped."""
+    """The worker has been dismissed. The fields are as in Swapped."""
 
     type: Literal["dismissed"] = "dismissed"
     request: Count
@@ -253,7 +252,7 @@ class Dismissed(Message):
 
 
 class Described(Message):
-    """The target that a request would be decoded with."""
+    """The target that would serve a request."""
 
     ARRAYS = ("tokenizer", "table")
     type: Literal["described"] = "described"
@@ -268,7 +267,7 @@ class Described(Message):
 
 
 class Recorded(Message):
-    """A round of a request that asked for records, after the Emitted of its tokens."""
+    """A round of a request with `record`, sent after the Emitted of its tokens."""
 
     type: Literal["recorded"] = "recorded"
     request: Count
@@ -276,8 +275,7 @@ class Recorded(Message):
 
 
 class DraftFailure(Frozen):
-    """The first failure of a request's draft; whatever was drafted behind it, no token is
-    another."""
+    """The first failure of a request's draft; the tokens are the same despite it."""
 
     draft: Name
     """Name of the worker."""
@@ -285,11 +283,11 @@ class DraftFailure(Frozen):
     round: Count
     """The round in which it failed; 0: before the first."""
     after_s: Annotated[float, Field(ge=0.0)]
-    """Since the request came."""
+    """Seconds since the request arrived."""
 
 
 class Result(Frozen):
-    """One request's result: the fields of `--json`. Seconds unless the name has another unit;
+    """The result of a request: the fields of `--json`. Seconds unless the name has another unit;
     shares 0..1."""
 
     text: Text
@@ -321,32 +319,31 @@ class Result(Frozen):
     ahead_nodes: Count = 0
     """Nodes grown while the target verified."""
     wasted_nodes: Count = 0
-    """Nodes that were neither offered nor kept when the root moved."""
+    """Nodes dropped without being offered when the root moved."""
     verified_rows: Count = 0
-    """Rows of all passes of the target, roots included."""
+    """Rows of all target passes, roots included."""
     plain_rounds: Count = 0
-    """Rounds that were verified without a tree."""
+    """Rounds verified without a tree."""
     control_rounds: Count = 0
-    """Rounds without a draft, among the plain ones, that were made to measure the target's pass
-    over a single row."""
+    """Plain rounds that were inserted to measure the target's pass over a single row."""
     predicted_tokens_per_s: float | None = None
-    """The rate that the cost model expected of these rounds before each began; None where it knows
+    """The rate that the cost model predicted for these rounds before each began; None if it knew
     too little."""
     reused_tokens: Count = 0
-    """Prompt tokens that the target had read in an earlier session, and did not read again."""
+    """Prompt tokens whose cache was reused from an earlier session."""
     moves: Count = 0
-    """How often the session continued on another target."""
+    """How often the session moved to another target."""
     fingerprints: Annotated[tuple[Name, ...], Field(max_length=MAX_MOVES, fail_fast=True)] = ()
-    """The fingerprints of the targets that served it, in order, where they were not all the same;
+    """The fingerprints of the targets that served the request, in order, if they differ;
     `fingerprint` is the last one's."""
     placement: Name = ""
-    """Which of the target's layers were where, in words, of the last one that served it; a device's
-    name: all of them there."""
+    """Which layers of the last target were on which devices, in words; a device's name: all of
+    them."""
     prefill: Name = "local"
-    """Who read the prompt: local, those that compute the model; or a device through which the
-    weights streamed."""
+    """What prefilled the prompt: local (the devices that hold the model), or a device to which the
+    weights were streamed."""
     draft_failure: DraftFailure | None = None
-    """None: its draft never failed."""
+    """None: the draft never failed."""
 
 
 class Finished(Message):
@@ -354,6 +351,6 @@ class Finished(Message):
     request: Count
     result: Result
     margins: Annotated[tuple[float, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
-    """For every completion token, the distance of the target's choice to its runner-up."""
+    """For every completion token, the margin of the target's choice over its runner-up."""
     spans: Annotated[tuple[SeenSpan, ...], Field(max_length=1 << 16, fail_fast=True)] = ()
-    """Spans of all processes, if the request asked for a trace."""
+    """Spans of all processes, if requested by `trace`."""

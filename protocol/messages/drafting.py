@@ -1,4 +1,4 @@
-"""Orders for a draft, and the proposals that answer them."""
+"""Orders for a draft, and its proposals."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -29,8 +29,8 @@ from dovetail.protocol.tree import TokenTree
 
 
 class Draft(AboutSession):
-    """The verdict on the last proposal and the order for the next: `accepted` are node indices of
-    the last Drafted, `bonus` follows them."""
+    """The verdict on the last proposal, and the order for the next one: `accepted` are node indices
+    of the last Drafted; `bonus` follows them."""
 
     ARRAYS = ("features",)
     type: Literal["draft"] = "draft"
@@ -39,42 +39,42 @@ class Draft(AboutSession):
     accepted: Nodes
     bonus: Token
     more: Tokens = ()
-    """Tokens that were committed behind the bonus in rounds in which nothing was drafted; `round`
-    has moved on by as many rounds as that took."""
+    """Tokens committed after the bonus in rounds without a draft; `round` has advanced by that many
+    rounds."""
     max_nodes: Annotated[int, Field(ge=0, le=MAX_NODES)]
     max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)]
     max_width: Annotated[int, Field(ge=1, le=MAX_NODES)]
     deadline_ms: Annotated[float, Field(gt=0.0, le=3.6e6)] | None = None
-    """Growth stops at the first level that ends after it; none: no deadline."""
+    """Growth stops at the first level that ends after it; None: no deadline."""
     rate: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
-    """Tokens that a second is worth to the session: growth whose expected gain is below this price
-    of its time is not waited for. None: whatever the policy asks for is grown."""
+    """Tokens that a second is worth to the session: growth whose expected gain is below the price
+    of its time is not waited for. None: grow whatever the policy asks for."""
     floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """A node less likely than this to be accepted would not be verified: it need not be offered,
-    and nothing is grown below it."""
+    """A node that is less likely than this to be accepted would not be verified: it need not be
+    offered, and nothing is grown below it."""
     ahead: bool = False
-    """True if growth goes on while the proposal is verified, until the next command."""
+    """True if growth continues while the proposal is verified, until the next command."""
     features: Array | None = None
-    """[1 + accepted + more, row] for a draft that reads its target: of the last root and the
-    accepted nodes, and of the tokens before the last of bonus and `more`. None in round 1, before
+    """[1 + accepted + more, row], for a draft that reads its target: features of the last root and
+    the accepted nodes, then of bonus and `more` except for the last token. None in round 1, before
     which the prompt was fed."""
 
 
 class Drafts(Message):
     """Orders for several sessions at once: the draft computes the levels of their trees in shared
-    passes, and answers each like a Draft, as soon as its own tree is done. Only for a worker whose
-    limits have `together` above 1."""
+    passes, and answers each like a Draft as soon as its tree is done. Only for a worker with
+    `together` above 1 in its limits."""
 
     ARRAYS = ("features",)
     type: Literal["drafts"] = "drafts"
     orders: Annotated[
         tuple[Draft, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)
     ]
-    """Draft commands of different sessions, whose features are in one array."""
+    """Draft commands of different sessions, without their features."""
     rows: Annotated[tuple[Rows, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
-    """The number of rows of `features` that each order has; empty without features."""
+    """The number of rows of `features` for each order; empty without features."""
     features: Array | None = None
-    """[sum of rows, row]: the features of all orders, one below the other."""
+    """[sum of rows, row]: the features of all orders, concatenated."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Drafts":
@@ -90,7 +90,7 @@ class Drafts(Message):
 
     @classmethod
     def of(cls, orders: Sequence[Draft]) -> "Drafts":
-        """Return several orders as one command; the features of all have one type and width."""
+        """Return several orders as one command; all features must have the same type and width."""
         features = [order.features for order in orders]
         some = [array for array in features if array is not None]
         return cls.model_construct(
@@ -129,32 +129,31 @@ class Drafted(AboutSession):
     scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES, fail_fast=True)]
     """Path log-probabilities (float32 values)."""
     grown: Annotated[int, Field(ge=0, le=1 << 24)]
-    """Nodes that joined the tree between the order and this proposal."""
+    """Nodes added to the tree between the order and this proposal."""
     hit: bool
-    """True if the root lay in the tree that was there already."""
+    """True if the new root was a node of the existing tree."""
     ahead: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """Nodes that had joined the tree between the last proposal and the order."""
+    """Nodes added to the tree between the last proposal and the order."""
     wasted: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """Nodes, neither offered nor below the new root, that were dropped when the root moved."""
+    """Nodes dropped without being offered when the root moved."""
     passes: Annotated[
         tuple[tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], Nanoseconds], ...],
         Field(max_length=MAX_PASSES, fail_fast=True),
     ] = ()
     """(rows, duration) of the draft's passes between the order and this proposal, and of the last
-    ones before it."""
+    passes before the order."""
     entropy: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
-    """Cumulative top-K entropy, in nats, of the path whose last token is the surest, where the
-    policy asks for it (HeteroSpec, section 4.1)."""
+    """Cumulative top-K entropy, in nats, of the path whose last token is the most certain, if the
+    policy needs it (HeteroSpec, section 4.1)."""
     spans: SpanFields = ()
     beside: BesideFields = ()
-    """Spans of this worker's work outside of commands since its last report: growth ahead,
-    messages."""
+    """Spans of background work since the worker's last report: growth ahead, messages."""
     candidates: Array | None = None
-    """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among
-    which the children of the root (row 0) and of node i (row i + 1) were drawn, without replacement
-    and siblings in the order of their nodes."""
+    """int32 [1 + nodes, K <= MAX_CANDIDATES], if acceptance is "rejection": the tokens among which
+    the children of the root (row 0) and of node i (row i + 1) were drawn, without replacement and
+    siblings in the order of their nodes."""
     probabilities: Array | None = None
-    """float32 [1 + nodes, K] of the candidates. Rows of nodes without children, and places behind
+    """float32 [1 + nodes, K] of the candidates. Rows of nodes without children, and entries beyond
     the last candidate, are 0."""
 
     @property

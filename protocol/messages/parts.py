@@ -1,4 +1,4 @@
-"""The bounds and types that messages share, and what every message has."""
+"""Bounds and types that messages share, and the base of all messages."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -8,22 +8,21 @@ from dovetail.protocol.settings import Frozen
 
 VERSION = (1, 33)
 MAX_STRIKES = 8
-"""Messages that break the protocol until their sender is no longer listened to, a worker by its
-coordinator and a coordinator by its worker alike."""
+"""Messages that break the protocol before their sender is ignored; for workers and coordinators
+alike."""
 MAX_NODES = 1024
 MAX_TOKENS = 1 << 20
 MAX_SESSIONS = 64
 MAX_SPANS = 256
 MAX_SEEN_ROUNDS = 256
-"""The most rounds of one reply to Look, so that with trees of MAX_NODES it is a message that may
-travel."""
+"""The most rounds in one reply to Look, so that it is within the size limit with trees of
+MAX_NODES."""
 MAX_SEEN_SPANS = 1024
-"""The most spans of one reply to Look; few enough that a coordinator answers within some
-milliseconds."""
+"""The most spans in one reply to Look, so that a coordinator answers within some milliseconds."""
 MAX_SEEN_WORKERS = 64
 MAX_CORES = 4096
 MAX_MOVES = 64
-"""Fingerprints that one reply may name."""
+"""The most fingerprints in one reply."""
 MAX_HELD = 2048
 """Sessions of an earlier coordinator that a worker may still hold."""
 MAX_MEMO = 4 << 20
@@ -40,15 +39,15 @@ MAX_LAYERS = 1 << 12
 MAX_TAPS = 8
 MAX_WIDTH = 1 << 16
 MAX_ROW = 1 << 17
-"""Numbers of a row of features: so that 256 rows of a prompt, or a path of 128 nodes, are an array
-that may travel."""
+"""Numbers per row of features, so that 256 rows of a prompt, or a path of 128 nodes, fit into an
+array."""
 MAX_TOP = 20
-"""Alternatives of a token that a client may ask for."""
+"""The most alternatives of a token that a client may request."""
 MAX_SCORED = 4096
-"""Tokens of a prompt whose log-probabilities travel together."""
+"""The most prompt tokens whose log-probabilities are sent in one message."""
 MAX_CANDIDATES = 128
-"""Tokens that the children of a node are drawn from: so that those of MAX_SESSIONS trees of
-MAX_NODES rows and their probabilities travel together."""
+"""Tokens from which the children of a node are drawn; bounded so that MAX_SESSIONS trees of
+MAX_NODES rows fit into one message with their probabilities."""
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Nanoseconds = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
@@ -67,13 +66,13 @@ Floats = Annotated[tuple[float, ...], Field(max_length=MAX_NODES + 1, fail_fast=
 Ends = Annotated[tuple[Token, ...], Field(max_length=MAX_ENDS, fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]
 Label = Annotated[str, Field(max_length=120)]
-"""Short enough that a whole fingerprint is a Name."""
+"""Short enough for a whole fingerprint to be a Name."""
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 SpanField = tuple[Annotated[str, Field(max_length=64)], Nanoseconds, Nanoseconds]
-"""Name, see `spans.NAMES`; start on the clock of the process that measured it; duration."""
+"""Name (see `spans.NAMES`), start on the clock of the process that measured it, and duration."""
 SpanFields = Annotated[tuple[SpanField, ...], Field(max_length=MAX_SPANS, fail_fast=True)]
 BesideField = tuple[Count | None, Count | None, SpanField]
-"""Session and round, as far as it is about one, and the span."""
+"""Session and round, if it belongs to one, and the span."""
 BesideFields = Annotated[tuple[BesideField, ...], Field(max_length=MAX_SPANS, fail_fast=True)]
 Role = Literal["draft", "target", "client"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -81,7 +80,7 @@ Version = tuple[Annotated[int, Field(ge=0, le=65535)], Annotated[int, Field(ge=0
 
 
 class TokenLogprobs(Frozen):
-    """The log-probability of a token by the target's own distribution: log softmax of its logits
+    """The log-probability of a token in the target's own distribution: log softmax of its logits
     before any processor, natural logarithm."""
 
     logprob: Annotated[float, Field(le=0.0)]
@@ -89,7 +88,7 @@ class TokenLogprobs(Frozen):
         tuple[tuple[Token, Annotated[float, Field(le=0.0)]], ...],
         Field(max_length=MAX_TOP, fail_fast=True),
     ] = ()
-    """The likeliest tokens at this position, best first, ties by ascending id."""
+    """The most likely tokens at this position, best first, ties by ascending id."""
 
 
 Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
@@ -100,7 +99,7 @@ class Message(Frozen):
     """A message of any kind, with the incarnation of its sender."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = ()
-    """The fields that travel as raw frames behind the body, in this order."""
+    """The fields sent as raw frames after the body, in this order."""
     epoch: Count
 
 

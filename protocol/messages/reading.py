@@ -1,5 +1,5 @@
-"""Chunked prefill: the command that reads a further chunk of a log behind its Open or Refeed, and
-the event that answers every chunk but the last."""
+"""Chunked prefill: the command that reads another chunk of a log after its Open or Refeed, and the
+event that answers every chunk but the last."""
 
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ from dovetail.protocol.settings import Frozen
 
 
 class ReadItem(Frozen):
-    """A chunk of a log that is to be read."""
+    """A chunk of a log to be read."""
 
     session: Count
     round: Count
@@ -18,11 +18,11 @@ class ReadItem(Frozen):
     start: Count
     """Rows of the log that have been read so far, those of a base included."""
     rows: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    """The most further rows that are read."""
+    """The most additional rows to read."""
 
 
 class Read(Message):
-    """Read a further chunk of the log of an Open or a Refeed whose `read` was less than all."""
+    """Read another chunk of the log of an Open or a Refeed whose `read` did not cover all of it."""
 
     type: Literal["read"] = "read"
     item: ReadItem
@@ -30,7 +30,7 @@ class Read(Message):
 
 class Reading(AboutSession):
     """A chunk of a log has been read, and rows are left. Answers an Open, a Refeed, a Read and each
-    of the `reads` of a Verify. The last chunk is answered with Opened or Refed instead."""
+    of the `reads` of a Verify. The last chunk is answered by Opened or Refed instead."""
 
     type: Literal["reading"] = "reading"
     round: Count = 0

@@ -31,15 +31,15 @@ from dovetail.protocol.settings import Frozen
 
 
 class Fingerprint(Frozen):
-    """The bounds of "the same output": two target workers of equal fingerprint compute the same
-    bytes for the same tokens."""
+    """Defines "the same output": two target workers with equal fingerprints compute the same bytes
+    for the same tokens."""
 
     checkpoint: Label
     """SHA-256 of the weights and the configuration."""
     weights: Label
     kernels: Label
-    """The family of kernels that computes: library, instruction set, thread count - all that can
-    change a rounding."""
+    """The family of kernels: library, instruction set, thread count - everything that can change
+    rounding."""
     split: Label = ""
     prefill: Label = "local"
     cache: Label = "fp32"
@@ -58,20 +58,19 @@ class Limits(Frozen):
     nodes: Annotated[int, Field(ge=0, le=MAX_NODES)] = MAX_NODES
     sessions: Annotated[int, Field(ge=1, le=1 << 16)] = 64
     kept: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
-    """Tokens of sessions that have ended whose rows it is willing to hold in all; 0: it keeps
-    none."""
+    """Tokens of ended sessions that it keeps cached in all; 0: none."""
     prompt_rows: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Rows of a chunk of a prompt where no other session waits; 0: the worker reads prompts whole,
-    with Open."""
+    """Rows per chunk of a prompt while no other session waits; 0: the worker prefills prompts
+    whole, with Open."""
     shares: bool = False
-    """True if a session may begin with the rows of another that stays as it is (`shared` of
+    """True if a session may share its first rows with another that stays as it is (`shared` of
     Open)."""
     together: Annotated[int, Field(ge=1, le=MAX_SESSIONS)] = 1
     """The most sessions that a draft serves in shared passes, ordered by Drafts; 1: it takes one
     order at a time."""
     room: Count | None = None
-    """Tokens of all sessions together, kept ones included, that fit into the worker's cache. None:
-    it does not know."""
+    """Tokens of all sessions, kept ones included, that fit into the worker's cache. None:
+    unknown."""
 
 
 class VocabularyFacts(Frozen):
@@ -80,7 +79,7 @@ class VocabularyFacts(Frozen):
     digest: Name
     """SHA-256 over the sorted (id, token) pairs, see `vocabulary.py`."""
     size: Annotated[int, Field(ge=1, le=1 << 24)]
-    """Rows of the embedding: ids at and beyond it do not exist."""
+    """Rows of the embedding: ids from here on do not exist."""
     end: Ends = ()
     """Ids that end a reply."""
     begin: Token | None = None
@@ -89,7 +88,7 @@ class VocabularyFacts(Frozen):
 
 
 class States(Frozen):
-    """The hidden states that a target has and a draft may read."""
+    """The hidden states that a target offers to drafts."""
 
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
     layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
@@ -98,30 +97,30 @@ class States(Frozen):
 
 
 class Reads(Frozen):
-    """The features that a draft reads of its target: a row for each token that is committed."""
+    """The features that a draft reads from its target: one row per committed token."""
 
     taps: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...],
         Field(max_length=MAX_TAPS, fail_fast=True),
     ] = ()
-    """None: the last hidden state, after the final norm. Else the residual streams that enter these
-    decoder layers, side by side in this order."""
+    """None: the last hidden state, after the final norm. Else the residual streams entering these
+    decoder layers, concatenated in this order."""
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
     """The width of the target's hidden state."""
     dtype: Literal["float16", "bfloat16"]
     vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
     """Rows of the target's embedding."""
     trained_for: Label = ""
-    """The `States.checkpoint` of the target that the draft was trained for, if it is known."""
+    """The `States.checkpoint` of the target that the draft was trained for, if known."""
 
     @property
     def row(self) -> int:
-        """Numbers of a row."""
+        """Numbers per row."""
         return self.width * max(1, len(self.taps))
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that travel for each token."""
+        """Bytes sent per token."""
         return self.row * ITEM_BYTES[self.dtype]
 
     @model_validator(mode="after")
@@ -132,16 +131,16 @@ class Reads(Frozen):
 
 
 class HeldSession(Frozen):
-    """A session of an earlier coordinator whose rows a worker still holds, as if it had been closed
-    to be kept."""
+    """A session of an earlier coordinator whose cache a worker still holds, as if it had been
+    closed and kept."""
 
     session: Count
     rows: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    """Tokens of its log that have rows."""
+    """Tokens of its log that are cached."""
 
 
 class Hello(Message):
-    """A process introduces itself; the answer is Welcome or Failed."""
+    """A process introduces itself; answered by Welcome or Failed."""
 
     ARRAYS = ("tokenizer", "table")
     type: Literal["hello"] = "hello"
@@ -154,39 +153,40 @@ class Hello(Message):
     device: Name = ""
     threads: Count = 0
     binding: Name = ""
-    """To which cores and memory nodes the process is bound, and why to no more: begins with full,
-    cores or none."""
+    """The cores and memory nodes to which the process is bound, and why to no more; begins with
+    full, cores or none."""
     kernels: Name = ""
-    """The instruction set of its kernels; where they are slow, a colon and the reason follow."""
+    """The instruction set of its kernels; if they are slow, followed by a colon and the reason."""
     fingerprint: Fingerprint | None = None
     limits: Limits | None = None
     vocabulary: VocabularyFacts | None = None
     tokenizer: Array | None = None
-    """The bytes of tokenizer.json. Vocabulary and tokenizer are a model's; a draft without a model,
-    or with a head of its target's, knows its target's."""
+    """The bytes of tokenizer.json. Vocabulary and tokenizer come from the model; a draft without a
+    model, or with a head for its target, uses its target's."""
     table: Array | None = None
-    """The vocabulary as a packed `TokenTable`, which spells tokens without tokenizer.json; None
+    """The vocabulary as a packed `TokenTable`, which decodes tokens without tokenizer.json; None
     from older workers."""
     states: States | None = None
-    """The hidden states that a draft may read of this target; None for a draft."""
+    """The hidden states that a draft may read from this target; None for a draft."""
     reads: Reads | None = None
-    """The features that this draft reads of its target; None if it reads none."""
+    """The features that this draft reads from its target; None if it reads none."""
     cores: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...],
         Field(max_length=MAX_CORES, fail_fast=True),
     ] = ()
-    """Logical CPUs that the process may use. Two workers of one host that compute on the CPU with a
-    core in common share a device."""
+    """Logical CPUs that the process may use. Two workers on one host that compute on the CPU and
+    have a core in common share a device."""
     curves: Annotated[tuple[ContextCurve, ...], Field(max_length=MAX_CURVES, fail_fast=True)] = ()
-    """T_V of a target or t_D of a draft, over rows at some lengths of the cache, as its machine's
-    profile file has them; none if it has not been calibrated."""
+    """T_V of a target or t_D of a draft over rows, at some cache lengths, from the machine's
+    profile file; empty if it has not been calibrated."""
     experts: ExpertCosts | None = None
-    """The experts of the target, and their cost as far as its profile file knows it. None: it has
-    none, or does not count those that a pass goes through."""
+    """The target's experts, and their measured cost if the profile file has it. None: it has none,
+    or does not count those that a pass uses."""
     weights: Name = ""
-    """The type of a draft's weights; empty if it has none. A target's is in its fingerprint."""
+    """The type of a draft's weights; empty if it has none. A target's type is in its
+    fingerprint."""
     standby: bool = False
-    """True if the worker gets no sessions until it is put in place, by a Swap."""
+    """True if the worker gets no sessions until a Swap promotes it."""
     placement: Name = ""
     """The devices of the layers of a target that is spread over several, in words."""
     load_s: Annotated[float, Field(ge=0.0)] = 0.0
@@ -195,15 +195,15 @@ class Hello(Message):
     served: Count | None = None
     """The epoch of the coordinator whose sessions are `held`; None: it holds none."""
     held: Annotated[tuple[HeldSession, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()
-    """Sessions of a lost coordinator, for one that has them in its journal."""
+    """Sessions of a lost coordinator, for a new one that has them in its journal."""
 
 
 UNCOUNTED = {"reading": "tokenizer", "proving": "model"}
-"""What a worker does without counting bytes, and what it does that to."""
+"""What a worker does without counting bytes, and with which object."""
 
 
 class LoadingState(Frozen):
-    """The progress of a worker with the weights of its model, before it introduces itself."""
+    """How far a worker has loaded its model, before it registers."""
 
     name: Name
     roles: Annotated[tuple[Role, ...], Field(min_length=1, max_length=3, fail_fast=True)]
@@ -215,19 +215,19 @@ class LoadingState(Frozen):
     new files are read in full, for their digest and for NaN or infinity, before they are loaded
     with the proof of an earlier start."""
     done: Count
-    """Bytes that are done."""
+    """Bytes done so far."""
     total: Count
     bytes_per_s: Annotated[float, Field(ge=0.0)]
-    """The mean since this was begun."""
+    """The mean since this step began."""
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until this is done, at the rate so far; None: not known yet."""
+        """Seconds left at the rate so far; None: not known yet."""
         return (self.total - self.done) / self.bytes_per_s if self.bytes_per_s >= 1.0 else None
 
     @property
     def words(self) -> str:
-        """Bytes, rate and time left in words."""
+        """Progress, rate and time left in words."""
         rate = f", {self.bytes_per_s / 1e6:.0f} MB/s" if self.bytes_per_s else ""
         left = (
             ""
@@ -244,7 +244,7 @@ class LoadingState(Frozen):
 
 
 class Loading(Message):
-    """A worker that is not registered yet reports its progress now and then; there is no answer."""
+    """A worker that is not registered yet reports its progress now and then; not answered."""
 
     type: Literal["loading"] = "loading"
     state: LoadingState
@@ -257,16 +257,15 @@ class Welcome(Message):
     type: Literal["welcome"] = "welcome"
     version: Version = VERSION
     keeps: Annotated[tuple[Count, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()
-    """To a worker: which of the sessions that it holds can be gone on from; it forgets the
-    others."""
+    """To a worker: the held sessions that it must keep; it forgets the others."""
     journal: bool = False
-    """True if requests outlive this coordinator: a client that still waits for one when it is lost
-    sends the Submit again to the next."""
+    """True if requests outlive this coordinator: a client waiting for one when it is lost sends the
+    Submit again to the next coordinator."""
 
 
 class Failed(Message):
-    """Something asked for was not done. `session` and `round` name it where it was about one; for
-    clients `session` is the request."""
+    """A request or command was not carried out. `session` and `round` are set if it concerned one;
+    for clients `session` is the request."""
 
     type: Literal["failed"] = "failed"
     session: Count | None = None

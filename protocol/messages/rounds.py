@@ -1,4 +1,4 @@
-"""The record of one round, as clients that ask for it get it."""
+"""The record of a round, for clients that request it."""
 
 from typing import Annotated
 
@@ -23,22 +23,22 @@ from dovetail.protocol.settings import Frozen
 
 
 class RoundRecord(Frozen):
-    """The record of a round: what was offered, what of it was verified, the verdict, and where the
-    time went."""
+    """The record of a round: the proposal, the verified part of it, the verdict, and where the time
+    went."""
 
     round: Count
     prefix: Count
-    """Committed tokens before it; the last one is the root."""
+    """Tokens committed before the round; the last one is the root."""
     tokens: NodeTokens
     parents: NodeParents
-    """The whole of what was offered, best first; the first `verified` nodes went to the target."""
+    """The whole proposal, best first; the target verified the first `verified` nodes."""
     scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES, fail_fast=True)]
     verified: Count
     accepted: Nodes
     bonus: Token
     committed: Count | None = None
-    """Tokens that it added to the reply, where that ended within its path; None: all of the path,
-    and the bonus."""
+    """Tokens added to the reply, if it ended within the accepted path; None: the whole path and the
+    bonus."""
     entropy: float | None = None
     hit: bool = False
     grown: Count = 0
@@ -49,7 +49,7 @@ class RoundRecord(Frozen):
         Field(max_length=MAX_PASSES, fail_fast=True),
     ] = ()
     draft_ns: Nanoseconds = 0
-    """Drafting that the round waited for."""
+    """Drafting time that the round waited for."""
     verify_ns: Nanoseconds = 0
     experts: Experts = 0
     """Experts that the target's pass used, from Verified; 0: not counted."""
@@ -59,22 +59,22 @@ class RoundRecord(Frozen):
 
     @property
     def brought(self) -> int:
-        """Tokens that it added to the reply."""
+        """Tokens that the round added to the reply."""
         return len(self.accepted) + 1 if self.committed is None else self.committed
 
 
 class SeenSpan(Frozen):
-    """A stretch of time in which a process did one thing."""
+    """A span: an interval in which a process did one thing."""
 
     process: Name
     device: Name = ""
     session: Count | None = None
-    """None: it was about none, or about several."""
+    """None: the span belongs to no session, or to several."""
     round: Count | None = None
     shared: Annotated[
         tuple[tuple[Count, Count], ...], Field(max_length=MAX_SESSIONS, fail_fast=True)
     ] = ()
-    """Session and round of each, where it was about several."""
+    """Session and round of each, if it belongs to several."""
     span: SpanField
     """On the coordinator's clock, to which that of another machine is aligned within its
     `clock_bound_ns`."""

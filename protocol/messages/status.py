@@ -36,15 +36,15 @@ class SeenRound(Frozen):
     """A round that has ended."""
 
     number: Count
-    """Among all that has happened, rounds and spans alike."""
+    """A serial number among all events, rounds and spans alike."""
     session: Count
     draft: Name = ""
-    """The worker that drafts for the session; empty: none does."""
+    """The worker that drafts for the session; empty: none."""
     target: Name
     at_ns: Nanoseconds
     """When its verdict was handled, on the coordinator's clock."""
     readable: bool = True
-    """True if the record has its tokens; else they and the bonus are zeros."""
+    """True if the record has its tokens; otherwise they and the bonus are zeros."""
     record: RoundRecord
 
 
@@ -61,30 +61,30 @@ class SeenWorker(Frozen):
         Field(max_length=MAX_CORES, fail_fast=True),
     ] = ()
     node: Name = ""
-    """The memory nodes that it is bound to, such as 0 or 0-1; empty: to none."""
+    """The memory nodes that it is bound to, such as 0 or 0-1; empty: none."""
     busy_ns: Nanoseconds
-    """Nanoseconds that it has worked, by its last Probed."""
+    """Nanoseconds that it has worked, according to its last Probed."""
     at_ns: Nanoseconds
-    """When that was, on the coordinator's clock."""
+    """The time of that Probed, on the coordinator's clock."""
     clock_bound_ns: Nanoseconds | None = None
-    """The bound of the error of its clock's offset; None: not measured yet."""
+    """The error bound of its clock's offset; None: not measured yet."""
     waiting: Literal["", "draft", "target", "coordinator", "no work"] = ""
-    """The part that it waits for; empty: it works."""
+    """What it waits for; empty: it is working."""
 
 
 class Seen(Message):
-    """Events since a number, oldest first, as many as one message may hold."""
+    """Events since a number, oldest first, as many as fit into a message."""
 
     type: Literal["seen"] = "seen"
     request: Count
     at_ns: Nanoseconds
     """Now, on the coordinator's clock."""
     next: Count
-    """The number to ask with next time."""
+    """The number to use in the next Look."""
     missed: Count = 0
-    """Rounds and spans that had happened since and are not there any more."""
+    """Rounds and spans since then that have already been discarded."""
     more: bool = False
-    """True if there is more that did not fit."""
+    """True if more events did not fit."""
     workers: Annotated[tuple[SeenWorker, ...], Field(max_length=MAX_SEEN_WORKERS, fail_fast=True)]
     rounds: Annotated[tuple[SeenRound, ...], Field(max_length=MAX_SEEN_ROUNDS, fail_fast=True)] = ()
     spans: Annotated[tuple[SeenSpan, ...], Field(max_length=MAX_SEEN_SPANS, fail_fast=True)] = ()
@@ -117,37 +117,37 @@ class WorkerState(Frozen):
     weights: Name = ""
     """The type of its weights; empty if it has none."""
     standby: bool = False
-    """True if the worker gets no sessions until it is put in place."""
+    """True if the worker gets no sessions until it is promoted."""
     swapped_in: bool = False
-    """True if the worker came on standby and was put in place."""
+    """True if the worker started on standby and was promoted."""
     leaving: bool = False
-    """True if the worker gets no more sessions, and is let go once the last one has ended."""
+    """True if the worker gets no more sessions, and is dismissed once the last one has ended."""
     stuck: bool = False
-    """The worker has owed an answer, or has not responded, for too long."""
+    """True if the worker has owed an answer, or has not responded, for too long."""
     sent_bytes: Count = 0
-    """To it, since it registered; `received_bytes`: from it."""
+    """Bytes sent to it since it registered; `received_bytes`: received from it."""
     received_bytes: Count = 0
     bytes_per_round: float | None = None
-    """Bytes of a round's order and its answer, both ways, lately; None: it has had none."""
+    """Recent bytes per round, order and answer together; None: it has had no round."""
     feature_bytes: Count = 0
-    """Bytes of its target's hidden states that a draft is sent for each token; 0: none."""
+    """Bytes of its target's hidden states that a draft is sent per token; 0: none."""
     t_v: RowsSeconds | None = None
-    """The cost model's seconds of a target's passes at their usual speed, over numbers of rows
-    that it may not have had yet; None for a worker that has had no pass as a target."""
+    """The cost model's seconds of a target's passes at their usual speed, possibly over numbers of
+    rows that it has not had yet; None if it has had no pass as a target."""
     token_s: float | None = None
-    """Seconds a token of its sessions, lately, as a target; None: it has had no round."""
+    """Recent seconds per token of its sessions, as a target; None: it has had no round."""
     rows: float = 1.0
-    """Rows of one session in a pass of the target, lately."""
+    """Recent rows per session in a pass of the target."""
     row_s: float | None = None
-    """Seconds that a row of a prompt adds to its passes, lately; None: it has read none."""
+    """Recent seconds that a prompt row adds to its passes; None: it has prefilled none."""
     sharing: float = 1.0
-    """Sessions that share a pass of the target, lately."""
+    """Recent number of sessions sharing a pass of the target."""
     ends: Annotated[tuple[Label, ...], Field(max_length=MAX_ENDS, fail_fast=True)] = ()
     """The spellings of the tokens that end a target's reply."""
 
 
 class PairState(Frozen):
-    """Measured costs of a draft and a target that work together, and what follows from them."""
+    """Measured costs of a draft and a target that work together, and derived rates."""
 
     draft: Name
     target: Name
@@ -156,25 +156,25 @@ class PairState(Frozen):
     rounds: Count
     hit_rate: float | None
     gamma: float | None
-    """Nodes verified a round, lately."""
+    """Recent number of verified nodes per round."""
     tokens_per_s: float | None
-    """The rate of one session, lately."""
+    """The recent rate of one session."""
     alone_tokens_per_s: float | None
-    """The rate that the target alone would have."""
+    """The rate that the target alone would reach."""
     predicted_tokens_per_s: float | None
     hops_us: float | None
     """The time of a round's messages, without the work."""
     t_v: RowsSeconds | None
-    """The target's pass over rows, at the context of late."""
+    """The target's pass over rows, at recent context lengths."""
     t_d: RowsSeconds | None
     """The draft's pass over rows."""
     undrafted: Name = ""
-    """How many running sessions are decoded without a draft, and why; empty if none are."""
+    """How many running sessions are decoded without a draft, and why; empty if there are none."""
 
 
 Lack = Literal["room", "key", "beginning"]
-"""A request of the queue waits for room on a target, for others of its key to end, since no more
-of them may run (`key_sessions`), or for a prompt that begins like its own to be read."""
+"""Why a request is queued: there is no room on a target, its key has reached its limit
+(`key_sessions`), or a prompt with the same beginning is being prefilled."""
 LACKS: dict[Lack, str] = {
     "room": "for room on a target",
     "key": "for others of its key to end (coordinator.key_sessions)",
@@ -183,65 +183,64 @@ LACKS: dict[Lack, str] = {
 
 
 class KeyWaits(Frozen):
-    """The requests of one API key in the queue: their number, the longest wait, and what for."""
+    """The requests of one API key in the queue: their number, the longest wait, and its reason."""
 
     key: Name
     """The first digits of the digest of the key; empty: requests without a key."""
     length: Count
     longest_s: Annotated[float, Field(ge=0.0)]
     lacks: Lack = "room"
-    """The thing that the request waits for that has waited longest."""
+    """Why the longest waiting request waits."""
 
 
 class Totals(Frozen):
-    """Counters since the coordinator began, and a few gauges."""
+    """Counters since the coordinator started, and a few gauges."""
 
     prompt_tokens: Count = 0
     reused_tokens: Count = 0
-    """Tokens of the prompts that were not read again."""
+    """Prompt tokens that were reused from caches."""
     completion_tokens: Count = 0
     drafts: Count = 0
-    """Rounds that were verified with a tree."""
+    """Rounds verified with a tree."""
     drafted_tokens: Count = 0
     """Nodes verified."""
     accepted_tokens: Count = 0
     accepted_per_depth: Annotated[
         tuple[Count, ...], Field(max_length=MAX_NODES, fail_fast=True)
     ] = ()
-    """Rounds that accepted a node at depth 1, 2, ..."""
+    """How many rounds accepted a node at depth 1, 2, ..."""
     reasons: Annotated[
         tuple[tuple[FinishReason, Count], ...], Field(max_length=4, fail_fast=True)
     ] = ()
-    """Numbers of requests by how they ended."""
+    """Numbers of requests by finish reason."""
     refused_requests: Count = 0
-    """Requests that were turned down before anything was decoded: what they asked for is not
-    possible, or there was no room for them."""
+    """Requests that were rejected before decoding: they were not possible, or there was no room."""
     opening: Count = 0
-    """Sessions whose prompt has not been read yet."""
+    """Sessions whose prompt has not been prefilled yet."""
     waiting: Count = 0
     """Sessions whose target was lost, and that wait for another."""
     moves: Count = 0
-    """Times that a session went on on another target."""
+    """How often a session moved to another target."""
     rebalanced: Count = 0
-    """Moves of running sessions to a target that is faster for them; `moves` counts them, too."""
+    """Moves of running sessions to a target that is faster for them; `moves` includes them."""
     let_go: Count = 0
-    """Clients whose requests were ended because they read nothing."""
+    """Clients whose requests were ended because they stopped reading."""
     queue: Annotated[tuple[KeyWaits, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
     """The queue by API key, the longest wait first; at most 64 keys."""
     queued: Count = 0
     """Requests in the queue, of all keys."""
     kept: Count = 0
-    """Sessions that have ended and whose caches are held."""
+    """Ended sessions whose caches are held."""
     occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of the sessions that the targets can hold which are open."""
+    """Open sessions as a share of those that the targets can hold."""
     draft_failures: Count = 0
-    """Times that a draft could not carry out a command, or gave an invalid answer, and its
-    session continued without it."""
+    """How often a draft failed at a command or gave an invalid answer, and its session continued
+    without it."""
 
     @property
     def queue_words(self) -> str:
-        """Return in words how many requests are queued, for how long, for what and by which keys;
-        empty if none is."""
+        """Return how many requests are queued, for how long, why and by which keys, in words; empty
+        if none is."""
         said = f"queued requests: {self.queued}"
         if self.queue:
             first = self.queue[0]
@@ -252,13 +251,13 @@ class Totals(Frozen):
 
 
 class Fault(Frozen):
-    """A part that does not do its work, though requests may be served without it."""
+    """A part of the service that does not work, although requests may be served without it."""
 
     part: Name
-    """Such as "draft worker", for the worker of the name draft."""
+    """Such as "draft worker", for the worker named draft."""
     why: Name
     since_s: Annotated[float, Field(ge=0.0)]
-    """For so long."""
+    """How long it has not worked."""
     retry_s: Annotated[float, Field(ge=0.0)] | None = None
     """Seconds until the part is restarted; None: it has been, or will not be."""
     restarts: bool = False
@@ -284,15 +283,15 @@ class ProcessState(Frozen):
 
 
 class Supervised(Frozen):
-    """The words of a supervisor to its coordinator, a line of JSON on its standard input, whenever
-    they change."""
+    """A supervisor's report to its coordinator, a line of JSON on standard input, whenever it
+    changes."""
 
     faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
-    """The faults of the parts that it looks after."""
+    """Faults of the supervised parts."""
     ending: Name = ""
-    """Why the service ends: a part that it needs is lost for good. Empty: it does not."""
+    """Why the service ends: a part that it needs is lost for good. Empty: it does not end."""
     drained: Annotated[tuple[Role, ...], Field(max_length=2, fail_fast=True)] = ()
-    """Roles whose worker was drained, so that it is not started again."""
+    """Roles whose worker was drained, so that it is not restarted."""
 
 
 class JournalState(Frozen):
@@ -302,13 +301,13 @@ class JournalState(Frozen):
     bytes: Count
     """The size of its files."""
     replies: Count
-    """Replies that it knows: those that run, and those that have ended of late."""
+    """Known replies: running ones, and those that have ended recently."""
     write_us: float | None = None
-    """Microseconds that the coordinator waits for a write, of late; None: none was made."""
+    """Recent microseconds that the coordinator waits for a write; None: there was no write."""
     sync_ms: float | None = None
-    """Milliseconds, in a thread, until the disk holds what was written; None: not measured."""
+    """Milliseconds, in a thread, until written data is on disk; None: not measured."""
     failed: Name = ""
-    """Why nothing is written any more; empty: it is."""
+    """Why the journal no longer writes; empty: it does."""
 
 
 class Reported(Message):
@@ -326,22 +325,23 @@ class Reported(Message):
     rounds: Count
     tau: float | None
     stale: Count
-    """Events that were dropped because they were not awaited: duplicates, those of other
-    incarnations, and late ones, unless their session has ended."""
+    """Unexpected events that were dropped: duplicates, those of other incarnations, and late ones,
+    except for sessions that have ended."""
     refused: Count
     """Peers and messages that broke the protocol."""
     degraded: bool
     reasons: Annotated[tuple[Name, ...], Field(max_length=64, fail_fast=True)]
     """Sentences about what is degraded, and other notes."""
     faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
-    """Faults of parts, which are among the reasons."""
+    """Faults of parts; the reasons include them."""
     loading: Annotated[tuple[LoadingState, ...], Field(max_length=256, fail_fast=True)] = ()
     """Workers that are not registered yet."""
     processes: Annotated[tuple[ProcessState, ...], Field(max_length=64, fail_fast=True)] = ()
     """The coordinator first, then HTTP APIs."""
     pairs: Annotated[tuple[PairState, ...], Field(max_length=MAX_PAIRS, fail_fast=True)] = ()
     decisions: Annotated[tuple[Name, ...], Field(max_length=MAX_DECISIONS, fail_fast=True)] = ()
-    """The last changes of how is speculated, oldest first, each with its reason."""
+    """The last changes of the speculation settings in effect, oldest first, each with its
+    reason."""
     totals: Totals = Totals()
     drained: Annotated[tuple[Role, ...], Field(max_length=2, fail_fast=True)] = ()
     """Roles without a worker since an operator drained the last one."""

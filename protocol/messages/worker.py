@@ -1,4 +1,4 @@
-"""Commands of the coordinator to a worker, and the events that answer them."""
+"""Commands from the coordinator to a worker, and the events that answer them."""
 
 from typing import Annotated, Literal
 
@@ -35,53 +35,52 @@ from dovetail.protocol.tree import TokenTree
 
 
 class Open(AboutSession):
-    """Start a session: prefill the prompt. To both workers.
+    """Start a session: prefill the prompt. Sent to both workers.
 
-    `round` is 0; where the session was begun elsewhere the prompt is its token log, and the round
-    is the one that the next token ends. The next command is about the round behind it, and what
-    belongs to the opening carries this one.
-    """
+    `round` is 0 for a new session. If the session was begun elsewhere, the prompt is its token log,
+    and the round is the one that the next token ends. The next command is about the round after it;
+    messages about the opening carry this one."""
 
     type: Literal["open"] = "open"
     round: Count = 0
     key: Annotated[bytes, Field(min_length=16, max_length=16)]
     prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
     capacity: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    """Longest this sequence can become, prompt included."""
+    """The longest this sequence can become, prompt included."""
     vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
-    """The size of the target's vocabulary: a draft never proposes an id at or beyond it."""
+    """The size of the target's vocabulary: a draft never proposes an id at or above it."""
     end: Ends = ()
-    """Ids that end the reply; what `Sampling.min_tokens` holds back."""
+    """Ids that end the reply, which `Sampling.min_tokens` holds back."""
     sampling: Sampling
     tree: TreeSettings
     features: Reads | None = None
-    """The features that the session's draft reads: the target is to send them of every token that
+    """The features that the session's draft reads: the target must send them for every token that
     it commits."""
     base: Count | None = None
-    """A session whose log begins like the prompt. Unless it is `shared`, it was closed to be kept,
-    and it is gone once this session has taken over its cache."""
+    """A session whose log begins like the prompt. Unless `shared`, it must have been closed and
+    kept, and this session takes over its cache."""
     shared: bool = False
-    """True if the base, open or kept, stays as it is and this session begins with the same rows.
-    Only for a worker whose limits have `shares`."""
+    """True if the base, open or kept, stays as it is and this session shares its first rows. Only
+    for a worker with `shares` in its limits."""
     kept: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Tokens of the prompt, fewer than it has, whose rows are the base's. Features, if there are
-    any, come from this position on; a row of a draft that reads them was made with the token behind
-    it too, so that one is the base's as well."""
+    """Prompt tokens, fewer than all, whose rows come from the base. Features, if there are any,
+    come from this position on; a row of a draft that reads them depends on the following token too,
+    and so comes from the base as well."""
     logprobs: Top | None = None
-    """To the target: each token that it commits comes with its TokenLogprobs, with this many
-    alternatives. None: without."""
+    """To the target: send TokenLogprobs with each committed token, with this many alternatives.
+    None: do not."""
     scored: bool = False
-    """To the target: it sends Scored of the prompt, with as many alternatives. Then there is no
-    base."""
+    """To the target: send Scored of the prompt, with as many alternatives. There is no base
+    then."""
     replied: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """The number of last tokens of the prompt, fewer than all, that belong to the reply, which was
     begun elsewhere: processors of the reply begin with them."""
     features_from: Count | None = None
-    """To the target, where features are asked for: those of positions before this one are not.
-    None: from `kept` on."""
+    """To the target, if features are requested: skip positions before this one. None: start at
+    `kept`."""
     read: Rows | None = None
-    """Rows of the prompt that are read with this command; Read and Verify ask for the others. None:
-    all. Only for a worker whose limits have `prompt_rows`."""
+    """Prompt rows to read with this command; Read and Verify request the others. None: all. Only
+    for a worker with `prompt_rows` in its limits."""
 
     @model_validator(mode="after")
     def _replies_to_something(self) -> "Open":
@@ -94,9 +93,9 @@ class Open(AboutSession):
 
 
 class Prefilled(AboutSession):
-    """The target has read a part of the prompt, which the draft reads features of; the parts come
-    in order, and all of them before Opened. Or a part of the log, for a Refeed, whose round it
-    carries; then all of them come before Refed."""
+    """The target has read a part of a prompt whose features the draft needs; the parts come in
+    order, all of them before Opened. Or a part of the log for a Refeed, whose round it carries;
+    then all of them come before Refed."""
 
     ARRAYS = ("features",)
     type: Literal["prefilled"] = "prefilled"
@@ -104,13 +103,13 @@ class Prefilled(AboutSession):
     start: Count
     """Position of the first row."""
     features: Array
-    """[n, row] in the type that was asked for."""
+    """[n, row] in the requested type."""
 
 
 class Refeed(AboutSession):
-    """Recompute the features of committed tokens, for a draft that has joined later, without
-    changing the session: positions `start` to `prefix` - 2, for the last committed token has no row
-    yet. Verdicts from now on come with them too."""
+    """Recompute the features of committed tokens, for a draft that joins later, without changing
+    the session: positions `start` to `prefix` - 2, since the last committed token has no row yet.
+    From now on, verdicts include them too."""
 
     type: Literal["refeed"] = "refeed"
     start: Count
@@ -119,8 +118,8 @@ class Refeed(AboutSession):
     features: Reads
     """The features that the draft reads."""
     read: Rows | None = None
-    """Rows that are read with this command, as for Open. A Verify of the session before all have
-    been read gives up the rest."""
+    """Rows to read with this command, as for Open. A Verify of the session before all have been
+    read cancels the rest."""
 
 
 class Refed(AboutSession):
@@ -131,19 +130,18 @@ class Refed(AboutSession):
 
 
 class Scored(AboutSession):
-    """The target's log-probabilities of tokens of the prompt, each after those before it; the parts
-    come in order, and all of them before Opened."""
+    """The target's log-probabilities of prompt tokens, each given those before it; the parts come
+    in order, all of them before Opened."""
 
     type: Literal["scored"] = "scored"
     round: Count = 0
     start: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    """Position of the first of them; nothing is before the token at position 0."""
+    """Position of the first token, at least 1: the token at position 0 has no predecessor."""
     logprobs: ScoredTokens
 
 
 class Feed(AboutSession):
-    """Features that the target's Prefilled brought, for the draft: after Open, in the order of
-    positions."""
+    """Features from the target's Prefilled, for the draft: after Open, in order of position."""
 
     ARRAYS = ("features",)
     type: Literal["feed"] = "feed"
@@ -163,33 +161,33 @@ class Fed(AboutSession):
 
 
 class Opened(AboutSession):
-    """The prompt is in the cache. `bonus` is the first token (target only), `margin` its distance
-    to the runner-up."""
+    """The prompt is cached. `bonus` is the first token (target only), `margin` its margin over the
+    runner-up."""
 
     type: Literal["opened"] = "opened"
     round: Count = 0
     bonus: Token | None = None
     margin: float | None = None
     logprobs: TokenLogprobs | None = None
-    """The log-probabilities of the bonus, where they were asked for."""
+    """The log-probabilities of the bonus, if requested."""
     spans: SpanFields = ()
     placement: Name = ""
-    """The devices of the target's layers, in words, as in its Hello; for a target that is whole,
-    its device."""
+    """The devices of the target's layers, in words, as in its Hello; for a target on one device,
+    that device."""
     read_by: Name = ""
-    """The device that read the prompt; empty: those that compute the model."""
+    """The device that prefilled the prompt; empty: those that hold the model."""
 
 
 class VerifyItem(Frozen):
     session: Count
     round: Count
     prefix: Count
-    """Committed length; its last token is the root, whose row is computed in this pass."""
+    """Committed length; the last token is the root, whose row is computed in this pass."""
     tokens: NodeTokens
     parents: NodeParents
     hold: bool = False
-    """True if the features of this verdict, where the session's draft reads any, are held by the
-    target. They come with the next verdict that is not to be held."""
+    """True if the target is to hold back the features of this verdict, if the session's draft reads
+    any. They come with the next verdict without `hold`."""
 
     @property
     def tree(self) -> TokenTree:
@@ -197,7 +195,7 @@ class VerifyItem(Frozen):
 
 
 class Verify(Message):
-    """Score the trees of several sessions in one pass over the weights, and commit."""
+    """Verify the trees of several sessions in one pass over the weights, and commit."""
 
     ARRAYS = ("candidates", "probabilities")
     type: Literal["verify"] = "verify"
@@ -205,31 +203,31 @@ class Verify(Message):
         tuple[VerifyItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)
     ]
     candidates: Array | None = None
-    """int32 [sum of 1 + nodes, K]: those of the items' Drafted, one below the other; none of the
-    items has any, or all have as many."""
+    """int32 [sum of 1 + nodes, K]: the candidates of the items' Drafted, concatenated; all items
+    have them with the same K, or none does."""
     probabilities: Array | None = None
     """float32, the same shape."""
     reads: Annotated[tuple[ReadItem, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
-    """Chunks of the logs of other sessions, which the same pass reads; they are answered after the
-    verdicts."""
+    """Chunks of the logs of other sessions, to be read in the same pass; they are answered after
+    the verdicts."""
 
 
 class VerifiedItem(Frozen):
     session: Count
     round: Count
     accepted: Nodes
-    """A path of nodes from below the root, each equal to the target's own choice."""
+    """A path of nodes from a child of the root downwards, each equal to the target's own choice."""
     bonus: Token
     """The target's choice after the last accepted node."""
     margins: Floats
-    """For each accepted token and the bonus, the distance of the target's choice to its
+    """For each accepted token and the bonus, the margin of the target's choice over its
     runner-up."""
     logprobs: Annotated[
         tuple[TokenLogprobs, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)
     ] = ()
-    """The log-probabilities of each accepted token and the bonus, where they were asked for."""
+    """The log-probabilities of each accepted token and the bonus, if requested."""
     held: Count = 0
-    """Rows of features that had been held and come with this verdict, before those of its root."""
+    """Rows of features that were held back and come with this verdict, before those of its root."""
 
 
 class Verified(Message):
@@ -242,19 +240,19 @@ class Verified(Message):
         tuple[VerifiedItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)
     ]
     experts: Experts = 0
-    """Experts that the pass went through, each counted once in every layer; 0: the target has none,
-    or does not count them."""
+    """Distinct experts that the pass used, summed over layers; 0: the target has none, or does not
+    count them."""
     spans: SpanFields = ()
     beside: BesideFields = ()
-    """Spans of this worker's work outside of commands, as in Drafted."""
+    """Spans of background work, as in Drafted."""
     features: Array | None = None
-    """[sum of held + 1 + accepted, row], where they were asked for: of each item's positions that
-    had been held, its root and accepted nodes, one below the other."""
+    """[sum of held + 1 + accepted, row], if requested: for each item the held positions, its root
+    and accepted nodes, concatenated."""
 
 
 class Close(Message):
-    """End a session: forget it and free what it holds, or keep its cache for an Open that names it
-    as its base. One that is kept can be closed again."""
+    """End a session: forget it and free its memory, or keep its cache for an Open that names it as
+    base. A kept session can be closed again."""
 
     type: Literal["close"] = "close"
     session: Count
@@ -267,7 +265,7 @@ class Closed(Message):
 
 
 class Probe(Message):
-    """Request a Probed; measures the round trip and aligns the clocks."""
+    """Request a Probed, to measure the round trip and align the clocks."""
 
     type: Literal["probe"] = "probe"
     sent_ns: Nanoseconds
@@ -276,38 +274,37 @@ class Probe(Message):
 class Probed(Message):
     type: Literal["probed"] = "probed"
     sent_ns: Nanoseconds
-    """The probe's."""
+    """As in the Probe."""
     clock_ns: Nanoseconds
     """The worker's monotonic clock."""
     busy_ns: Nanoseconds
-    """Time spent on commands, growth ahead and other work ahead of time since the worker
-    registered."""
+    """Time spent on commands and background work since the worker registered."""
     stale: Count
     """Late, duplicate and stale commands that were dropped."""
     sessions: Count
     rss_bytes: Count
     busy: bool = False
-    """True: it answers in the midst of a command, whose answer is still to come; else everything
-    that was asked before the probe has been answered."""
+    """True: it answers in the middle of a command, whose answer is still to come; False: everything
+    requested before the probe has been answered."""
     beside: BesideFields = ()
-    """Spans of this worker's work outside of commands, as in Drafted."""
+    """Spans of background work, as in Drafted."""
 
 
 class Observe(Message):
-    """Record fine spans from now on, or no more."""
+    """Start or stop recording fine spans."""
 
     type: Literal["observe"] = "observe"
     fine: bool
 
 
 class Engage(Message):
-    """To a worker that registered on standby: it is in place, also when it registers again."""
+    """To a worker that registered on standby: it is promoted, also for later registrations."""
 
     type: Literal["engage"] = "engage"
 
 
 class Drain(Message):
-    """No more work will come: end."""
+    """Finish: no more work will come."""
 
     type: Literal["drain"] = "drain"
     dismissed: bool = False

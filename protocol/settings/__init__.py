@@ -1,10 +1,8 @@
-"""The settings as frozen models: one tree, unknown keys are errors.
+"""The settings as frozen models: one tree; unknown keys are errors.
 
-Where a setting comes from (flag, environment, file, default) is the business of
-`launch/settings/configure.py`; sampling and tree settings also travel in messages. Sizes are in
-bytes, probabilities within 0..1. Everything is imported from here; a file of this folder is one
-subject.
-"""
+`launch/settings/configure.py` decides where a setting comes from (flag, environment, file,
+default); sampling and tree settings are also part of messages. Sizes are in bytes, probabilities
+within 0..1. Everything is imported from here; each file covers one subject."""
 
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings.cluster import *
@@ -29,8 +27,8 @@ class Settings(Frozen):
 
 
 def misfit(sampling: Sampling, tree: TreeSettings, kind: str = "auto") -> str | None:
-    """Why these settings, and a draft of that kind, do not go together, in one line; None if they
-    do."""
+    """Return why these settings and a draft of that kind do not work together, in one line; None if
+    they do."""
     if sampling.acceptance == "rejection" and not tree.traits.fixed_shape:
         return (
             "sampling.acceptance 'rejection' needs a shape that no drawn token changes: "
@@ -50,5 +48,5 @@ def misfit(sampling: Sampling, tree: TreeSettings, kind: str = "auto") -> str | 
 
 
 def _named(trait: str) -> str:
-    """Return the policies that have a property, as a list in words."""
+    """Return the policies that have a property, for an error message."""
     return " or ".join(repr(name) for name, traits in POLICIES.items() if getattr(traits, trait))

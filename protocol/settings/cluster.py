@@ -1,4 +1,4 @@
-"""Settings of `dovetail serve --engine ray`: a cluster, and what its nodes have to have."""
+"""Settings of `dovetail serve --engine ray`: a cluster, and the requirements on its nodes."""
 
 import math
 from typing import Annotated, Literal
@@ -14,10 +14,9 @@ MEMORY = "memory"
 class RaySettings(Frozen):
     """The cluster in which the processes of a service are placed.
 
-    The wishes for a node are NAME=AMOUNT with commas between them: CPU, GPU, memory (a size), or a
-    resource of the cluster's own; label:KEY=VALUE is a label of the node. What is not named is as
-    large as the settings of the models make it.
-    """
+    Node requirements are NAME=AMOUNT, separated by commas: CPU, GPU, memory (a size), or a custom
+    resource of the cluster; label:KEY=VALUE is a label of the node. Resources that are not named
+    follow from the settings of the models."""
 
     address: str = Field(
         "",
@@ -57,8 +56,8 @@ class RaySettings(Frozen):
 
 
 def node_wishes(text: str) -> tuple[dict[str, float], dict[str, str]]:
-    """The resources and the labels in "CPU=8,memory=20GB,label:zone=a": amounts by name, memory in
-    bytes, and values by key; `ValueError` for anything else."""
+    """Return the resources and the labels in "CPU=8,memory=20GB,label:zone=a": amounts by name,
+    memory in bytes, and values by key; `ValueError` for anything else."""
     resources: dict[str, float] = {}
     labels: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -84,6 +83,6 @@ def _amount(part: str, value: str) -> float:
 
 def _form(part: str) -> str:
     return (
-        f"{part!r} is not a wish for a node: write NAME=AMOUNT with commas between them, such as "
+        f"{part!r} is not a node requirement: write NAME=AMOUNT with commas between them, such as "
         "CPU=8,memory=20GB,label:zone=a"
     )

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from dovetail.protocol.settings.values import Frozen, one_of
 
 HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
-"""The draft kinds that are heads: they read features of one target and are trained for it."""
+"""The draft kinds that are heads: they read features of the one target they are trained for."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class DraftTraits:
     own_model: bool = True
     """False: it has no model, or the target's."""
     draws: bool = True
-    """It draws from probabilities, so that its tokens may be accepted by rejection."""
+    """True: it draws from probabilities, so that rejection sampling is possible."""
     any_policy: bool = True
     """False: it grows its tree best first, in one go."""
 
@@ -37,7 +37,7 @@ CACHES = ("auto", "fp32", "half")
 ISAS = ("auto", "plain", "sse41", "avx", "avx2", "avx512", "vnni", "neon")
 ISA = f"instruction set of the kernels: {', '.join(ISAS)}; auto: the best that the CPU has"
 Proving = Literal["auto", "anew", "off"]
-"""The ways to prove a model against transformers as it is loaded."""
+"""How a model is proved against transformers when it is loaded."""
 PROVING = (
     "auto (an earlier proof of the same files, code and libraries is enough), anew (prove "
     "again) or off (prove again, and do not remember it)"
@@ -51,14 +51,14 @@ TARGETS_OWN = ("target.model", "target.context")
 
 
 def cache_of(cache: str, weights: str) -> str:
-    """The type of keys and values, fp32 or half, that is asked for with weights of a type."""
+    """Return the type of keys and values, fp32 or half, for weights of a type."""
     if cache != "auto":
         return cache
     return "half" if weights in ("half", "int8", "int4", "file") else "fp32"
 
 
 class SplitSettings(Frozen):
-    """A target whose last layers another device computes."""
+    """A target whose last layers are computed by another device."""
 
     device: str = Field(
         "",
@@ -179,12 +179,12 @@ class TargetSettings(Frozen):
 
     @property
     def longest(self) -> int | None:
-        """Return the longest sequence that is asked for, in tokens; None: what the model has."""
+        """Return the longest sequence asked for, in tokens; None: the model's own limit."""
         return None if self.context == "auto" else self.context
 
     @property
     def cached(self) -> str:
-        """Return the type of keys and values on a CPU by the settings."""
+        """Return the type of keys and values on a CPU, according to the settings."""
         library = self.backend == "library" and self.cache == "auto"
         return "fp32" if library else cache_of(self.cache, self.weights)
 

@@ -10,12 +10,12 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, field_ser
 from dovetail.protocol.settings.values import Frozen
 
 MAX_BIASES = 1024
-"""Tokens that one request may bias."""
+"""The most tokens that one request may bias."""
 
 
 def _pairs(value: Any) -> Any:
-    """A table of TOML or JSON (token id -> bias), or the text "5=-2.5,17=3", as pairs; anything
-    else as it is, for the types to judge."""
+    """Convert a table of TOML or JSON (token id -> bias), or the text "5=-2.5,17=3", to pairs;
+    anything else is returned unchanged and left to validation."""
     if isinstance(value, Mapping):
         halves = [*value.items()]
     elif isinstance(value, str):
@@ -39,7 +39,7 @@ def _pairs(value: Any) -> Any:
 
 
 def _in_order(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Sorted by token id, so that equal biases are equal values."""
+    """Sort by token id, so that equal biases are equal values."""
     ordered = tuple(sorted(pairs))
     for (token, _), (following, _) in pairwise(ordered):
         if token == following:
@@ -60,7 +60,7 @@ LogitBias = Annotated[
     BeforeValidator(_pairs),
     AfterValidator(_in_order),
 ]
-"""Pairs of a token id and what is added to its logit, in order of the ids."""
+"""Pairs of a token id and the value added to its logit, in order of the ids."""
 
 
 class Sampling(Frozen):
@@ -108,26 +108,26 @@ class Sampling(Frozen):
 
     @property
     def rejects(self) -> bool:
-        """Return whether what is drafted is drawn at random and accepted with probability p/q; at
-        temperature 0 both rules are the greedy one."""
+        """Return whether drafts are sampled and accepted with probability p/q; at temperature 0
+        both rules are greedy."""
         return self.acceptance == "rejection" and self.temperature > 0.0
 
     @property
     def truncates(self) -> bool:
-        """Return whether there are tokens that cannot be chosen because others are likelier."""
+        """Return whether some tokens are excluded because others are likelier."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def looks_back(self) -> bool:
-        """True if anything besides temperature, top-k, top-p and min-p is set: then a token's logit
-        depends on earlier tokens."""
+        """Return whether anything besides temperature, top-k, top-p and min-p is set; a token's
+        logit then depends on earlier tokens."""
         return self.repetition_penalty != 1.0 or bool(
             self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens
         )
 
     @field_serializer("logit_bias", when_used="json")
     def _table(self, pairs: tuple[tuple[int, float], ...]) -> dict[str, float]:
-        """In JSON a map from token id to bias, as OpenAI has it."""
+        """Serialise as a map from token id to bias, as OpenAI does."""
         return {str(token): bias for token, bias in pairs}
 
 

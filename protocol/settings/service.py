@@ -23,8 +23,8 @@ Size = Annotated[str, AfterValidator(_size)]
 
 
 class MemorySettings(Frozen):
-    """The memory that a target may take: for weights, buffers, the keys and values of one long
-    conversation and a pass; for a substitute that shares them, too."""
+    """The memory that a target may use for weights, buffers, a pass, and the keys and values of one
+    long conversation; also for those of a substitute that shares them."""
 
     vram: str = Field(
         "auto",

@@ -12,12 +12,12 @@ from dovetail.protocol.settings.values import Frozen, one_of
 
 MAX_GAMMA, MAX_DEPTH, MAX_WIDTH = 1023, 128, 64
 MAX_BINS = 8
-"""The most bins of entropy of heterospec."""
+"""The most entropy bins of heterospec."""
 
 
 def _listed(value: Any) -> Any:
-    """A list of TOML or JSON, or the text "0.3,0.6", as a tuple; anything else as it is, for the
-    types to judge."""
+    """Convert a list of TOML or JSON, or the text "0.3,0.6", to a tuple; anything else is returned
+    unchanged and left to validation."""
     if isinstance(value, list):
         return tuple(value)
     return (
@@ -42,7 +42,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _path_or_numbers(value: Any) -> Any:
-    """Numbers where there are only such, else the name of a file."""
+    """Return a tuple if all parts are numbers, else the text as a file name."""
     try:
         return _numbers(value) or ""
     except ValueError:
@@ -130,8 +130,8 @@ class TreeSettings(Frozen):
 
     @property
     def low_bins(self) -> int:
-        """Return in how many bins of entropy, from the lowest on, heterospec adapts the tree; never
-        in the last one, which has no upper bound."""
+        """Return in how many of the lowest entropy bins heterospec adapts the tree; never in the
+        last bin, which has no upper bound."""
         return (
             0
             if not self.traits.by_entropy or isinstance(self.thresholds, str)
@@ -139,14 +139,13 @@ class TreeSettings(Frozen):
         )
 
     def size_in(self, stratum: int) -> tuple[int, int]:
-        """Nodes and levels of the tree in a bin of entropy, counted from 0, the lowest (HeteroSpec,
+        """Return the nodes and levels of the tree in an entropy bin; 0 is the lowest (HeteroSpec,
         section 4.3).
 
         The paper's depth counts the levels below the first one; in levels its alpha is ceil((depth
-        - 1) / 2), and Delta = alpha - bin. Of the gamma + 1 rows (the paper's N counts the root)
-        the bin's share is verified, and Delta more; never fewer than it takes for a path to the
-        deepest level.
-        """
+        - 1) / 2), and Delta = alpha - bin. The bin's share of the gamma + 1 rows (the paper's N
+        counts the root) plus Delta is verified; never fewer than a path to the deepest level
+        takes."""
         if stratum >= self.low_bins or not self.gamma:
             return self.gamma, self.depth
         longer = max(0, self.depth // 2 - stratum) if "extend" in self.adapt else 0
@@ -160,10 +159,10 @@ class TreeSettings(Frozen):
 
     @property
     def most_nodes(self) -> int:
-        """Return the most nodes of any proposal."""
+        """Return the largest number of nodes of any proposal."""
         return max(self.size_in(stratum)[0] for stratum in range(self.low_bins + 1))
 
     @property
     def most_levels(self) -> int:
-        """Return the most levels of any proposal."""
+        """Return the largest number of levels of any proposal."""
         return max(self.size_in(stratum)[1] for stratum in range(self.low_bins + 1))

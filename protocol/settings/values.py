@@ -1,4 +1,4 @@
-"""Values that settings are made of: frozen models, words out of a list, and sizes in bytes."""
+"""Building blocks of settings: frozen models, choices from a list, and sizes in bytes."""
 
 import json
 from collections.abc import Collection
@@ -10,9 +10,9 @@ from dovetail.protocol.interruptions import uninterrupted
 
 
 class Frozen(BaseModel):
-    """A value: immutable, of exactly the declared fields, with types as declared (no coercion of
-    strings to numbers). What checks them is built with the first value: a process has few of the
-    kinds of messages that there are."""
+    """An immutable value with exactly the declared fields and types (strings are not coerced to
+    numbers). Its validator is built with the first value: a process uses few of the many kinds of
+    messages."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True
@@ -20,8 +20,8 @@ class Frozen(BaseModel):
 
     @classmethod
     def unchecked(cls, **fields: Any) -> Self:
-        """Return a value that is right by construction and made in every round, without a check.
-        `fields`: all that it has, in their order."""
+        """Return a value without validating it, for values that are correct by construction and
+        made in every round. `fields`: all fields, in order."""
         value = cls.__new__(cls)
         object.__setattr__(value, "__dict__", fields)
         object.__setattr__(value, "__pydantic_fields_set__", {*fields})
@@ -31,7 +31,7 @@ class Frozen(BaseModel):
 
     @classmethod
     def model_rebuild(cls, *, _parent_namespace_depth: int = 2, **options: Any) -> bool | None:
-        """Build the validator of values of this kind, with signals deferred."""
+        """Build the validator of this class, with signals deferred."""
         with uninterrupted():
             return super().model_rebuild(
                 _parent_namespace_depth=_parent_namespace_depth + 1, **options
@@ -39,7 +39,7 @@ class Frozen(BaseModel):
 
 
 def one_of(value: str, available: Collection[str], what: str) -> str:
-    """`value` if it is available."""
+    """Return `value` if it is available; else raise `ValueError`."""
     if value not in available:
         raise ValueError(
             f"there is no {what} {value!r}; choose {' or '.join(map(repr, available))}"
@@ -48,8 +48,8 @@ def one_of(value: str, available: Collection[str], what: str) -> str:
 
 
 def template_values(text: str) -> dict[str, Any]:
-    """The values for a chat template in a JSON object, none in an empty text; `ValueError` if it is
-    no such object."""
+    """Return the values for a chat template from a JSON object, none for an empty text;
+    `ValueError` for anything else."""
     if not text.strip():
         return {}
     try:

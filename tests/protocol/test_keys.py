@@ -213,7 +213,7 @@ def test_a_role_is_taken_with_the_key_of_its_name_or_the_only_one_that_may(
     assert keys.own_key_for(folder, "target").name == "target"
     one = only(folder, tmp_path / "one", "box.key", "coordinator.pub")
     assert keys.own_key_for(one, "draft").name == keys.own_key_for(one, "target").name == "box"
-    with pytest.raises(KeysError, match=r"is to give the key of a client and holds no client\.key"):
+    with pytest.raises(KeysError, match=r"must hold the key of a client, and holds no client\.key"):
         keys.own_key_for(one, "client")
     keys.generate_peer(folder, "other", ["draft"])
     shutil.copy2(folder / "other.key", one / "other.key")
@@ -301,7 +301,7 @@ def test_a_coordinator_of_another_key_is_not_believed(tcp_wire: Wire, tmp_path: 
                 tcp_wire.hub.address, keys=tmp_path / "other", role="draft", timeout_s=timeout_s
             )
         refusal, timeout_s = str(closed.value), 4 * timeout_s
-    assert f"what answers at {tcp_wire.hub.address} breaks the connection off: " in refusal
+    assert f"the peer at {tcp_wire.hub.address} breaks off the connection: " in refusal
     assert "coordinator.pub" in refusal
 
 

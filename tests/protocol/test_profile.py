@@ -93,7 +93,7 @@ def test_the_variety_of_a_pass_gives_its_experts_back() -> None:
 
 
 def test_a_row_goes_through_no_more_experts_than_there_are() -> None:
-    with pytest.raises(ValueError, match="a row goes through 9 experts, but the model has 8"):
+    with pytest.raises(ValueError, match="a row uses 9 experts, but the model has 8"):
         Routing(row=9, most=8)
 
 
