@@ -88,9 +88,7 @@ def test_the_bundle_that_has_no_place_is_named_with_what_the_nodes_have() -> Non
 
 @pytest.mark.parametrize("text", ["CPU", "CPU=many", "CPU=-1", "CPU=1,CPU=2", "=1"])
 def test_a_wish_that_is_none_is_refused_with_its_form(text: str) -> None:
-    with pytest.raises(
-        SettingsError, match=r"ray.target = .*is not a node requirement: write NAME"
-    ):
+    with pytest.raises(SettingsError, match=r"ray.target = .*is not a node requirement: write "):
         settings(ray__target=text)
 
 
