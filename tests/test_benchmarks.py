@@ -107,7 +107,7 @@ def test_a_side_that_ends_is_told(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_picture_of_many_colours_is_made_small_or_refused() -> None:
-    smooth = np.add.outer(np.arange(600), np.arange(800))[:, :, None] // np.array([6, 8, 12])
+    smooth = np.add.outer(np.arange(400), np.arange(500))[:, :, None] // np.array([6, 8, 12])
     assert len(small_png(smooth.astype(np.uint8))) < MOST_BYTES
     with pytest.raises(ValueError, match="in 16 colours: take a smaller one"):
         small_png(np.random.default_rng(1).integers(0, 4, (350, 400, 3), np.uint8) * 64)

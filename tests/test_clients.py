@@ -4,8 +4,10 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from clients.catalogue import CLIENTS, ClientKind
 from clients.commands import try_client
 
@@ -16,20 +18,22 @@ README = Path(__file__).parents[1] / "README.md"
 FLAGS = ("--http.model=dovetail", "--policy=dynamic", "--tree.insist=true")
 
 
-def test_openai_python_sees_what_it_should(stack: Stack) -> None:
+@pytest.fixture(scope="module")
+def url(stack: Stack) -> Iterator[str]:
     with api(stack.address, *FLAGS) as served:
-        row = try_client(
-            ClientKind("openai", (), "openai_sdk.py"), Path(sys.executable), served.url
-        )
+        yield served.url
+
+
+def test_openai_python_sees_what_it_should(url: str) -> None:
+    row = try_client(ClientKind("openai", (), "openai_sdk.py"), Path(sys.executable), url)
     assert row["ok"], row["what"]
 
 
-def test_the_client_of_the_readme_prints_a_reply(stack: Stack) -> None:
+def test_the_client_of_the_readme_prints_a_reply(url: str) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert block.count("http://127.0.0.1:8000") == 1
-    with api(stack.address, *FLAGS) as served:
-        command = [sys.executable, "-c", block.replace("http://127.0.0.1:8000", served.url)]
-        reply = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = [sys.executable, "-c", block.replace("http://127.0.0.1:8000", url)]
+    reply = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "sky" in reply
 
 

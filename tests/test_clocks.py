@@ -5,12 +5,17 @@ None holds a difference of wall-clock times under a limit, or waits for what mus
 """
 
 import ast
+import re
 from collections.abc import Container, Iterator
 from pathlib import Path
 
 import hypothesis
 
 TESTS = Path(__file__).resolve().parent
+SUSPECT = re.compile(
+    r"\.(?:wait|join|settimeout)\(\s*\d|timeout\s*=|monotonic|perf_counter|time\.time|import time\b"
+)
+"""What a file has in which anything is found; others need no parser."""
 WAITS = {"wait", "join", "settimeout"}
 WALL_CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
 """Functions of `time`. A limit may be put on processor time (`process_time`, `thread_time`); a
@@ -58,6 +63,8 @@ def is_short(node: ast.AST) -> bool:
 
 def limits(source: str) -> Iterator[int]:
     """The lines of a test file on which an everyday test puts a limit on wall time."""
+    if not SUSPECT.search(source):
+        return
     tree = ast.parse(source)
     durations = {
         function.name

@@ -41,6 +41,8 @@ def texts(source: str) -> Iterator[str]:
 
 def private(source: str) -> Counter[str]:
     """How often a file uses each private word."""
+    if not WORD.search(" ".join(source.split())):
+        return Counter()
     return Counter(word.lower() for text in texts(source) for word in WORD.findall(text))
 
 
