@@ -58,7 +58,7 @@ class InOrder:
         target.copy_(source)
 
     def computed(self) -> Mark:
-        """Return None: what is asked for later is done later anyway."""
+        """Do nothing: the work is done later anyway."""
 
     def wait(self, mark: Mark) -> None:
         """Do nothing: all that was copied has been waited for."""
@@ -105,7 +105,7 @@ class DeviceKind(ABC):
         return ()
 
     def chip(self, device: torch.device) -> str:
-        """Return what a GPU calls itself."""
+        """Return the model name of a GPU."""
         return str(device)
 
     def best(self) -> str | None:
@@ -114,7 +114,7 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def free_bytes(self, device: torch.device) -> int:
-        """Return how much memory is free for what lives on a device."""
+        """Return how much memory is free on a device."""
 
     def limit(self, device: torch.device, size: int) -> bool:
         """Have torch refuse this process more than `size` bytes of a device; False: it cannot."""
@@ -162,7 +162,7 @@ class DeviceKind(ABC):
         return ""
 
     def program(self, device: torch.device, source: str) -> Program | str:
-        """Return functions of ours in CUDA C++, compiled for a device; or why there are none."""
+        """Return our CUDA C++ functions compiled for a device; or why there are none."""
         return f"dovetail compiles its functions for NVIDIA's GPUs alone, not for {device}"
 
     def own(self, name: str, count: int, remedy: str) -> int | None:
@@ -200,7 +200,7 @@ class Device:
         return self.torch_device.type == "cpu"
 
     def free_bytes(self) -> int:
-        """Return how much memory is free for what lives here."""
+        """Return how much memory is free here."""
         return self.kind.free_bytes(self.torch_device)
 
     def transfer(self) -> Transfer:

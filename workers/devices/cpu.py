@@ -51,7 +51,7 @@ class HostTransfer:
         return self._copies.submit(copy_when_free)
 
     def computed(self) -> "Future[None]":
-        """Done: what this process computes is computed when the call returns."""
+        """Already done: this process computes synchronously."""
         done: Future[None] = Future()
         done.set_result(None)
         return done

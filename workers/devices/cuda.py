@@ -139,7 +139,7 @@ class Cuda(WithStreams):
         return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{name}"
 
     def capture(self, device: torch.device) -> Capture | None:
-        """Return what captures functions as graphs on a GPU; None: nothing can there."""
+        """Return what captures functions as graphs on a GPU; None if that is not possible."""
         return partial(capture, torch.cuda, torch.cuda.CUDAGraph, device, **CAPTURING)
 
     def found(self) -> Sequence[str]:

@@ -24,7 +24,7 @@ EXHAUSTED = (
     "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
     "MPS backend out of memory",
 )
-"""Words in the messages of errors for which torch has no class."""
+"""Fragments of the messages of errors for which torch has no class."""
 PAUSE_S = 60.0  # seconds without captures after graphs were freed
 
 
@@ -32,7 +32,7 @@ class Holder(Protocol):
     """Something that holds memory of a device for speed."""
 
     def let_go(self) -> None:
-        """Free what is held for later."""
+        """Free memory that is kept for later use."""
 
     def let_graphs_go(self) -> bool:
         """Free captured graphs, and return whether there were any; they can be captured again."""
@@ -49,7 +49,7 @@ class Held:
         self.trying = False  # True in `trial`: graphs are kept, and must fit
 
     def add(self, holder: Holder) -> None:
-        """Have a holder let go where memory runs out, for as long as it lives."""
+        """Ask a holder to free memory when it runs out, as long as the holder lives."""
         self._holders.add(holder)
 
     def add_cache(self, give_back: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class Held:
         return self._clock() >= self._captures_from
 
     def let_go(self) -> None:
-        """Let go of what is held for later."""
+        """Free memory that is kept for later use."""
         for holder in [*self._holders]:
             holder.let_go()
         self.give_back()

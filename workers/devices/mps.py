@@ -31,7 +31,7 @@ class _Mps(DeviceKind):
         return told()
 
     def free_bytes(self, device: torch.device) -> int:
-        """Return what Metal recommends less what is taken, at most what the host has free."""
+        """Return Metal's recommended memory less the used one, at most the host's free memory."""
         free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
         return max(0, min(free, cpu.free_bytes()))
 

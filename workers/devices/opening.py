@@ -13,7 +13,7 @@ from dovetail.workers.devices.memory import HELD, captured_if_possible
 from dovetail.workers.devices.registry import entries, known
 
 KINDS: tuple[DeviceKind, ...] = tuple(entry.load() for entry in entries())
-"""All kinds, the one that a draft runs fastest on first."""
+"""All kinds, the fastest for drafts first."""
 
 
 def open_device(name: str, threads: int) -> Device:

@@ -70,12 +70,12 @@ def _added(path: str) -> Entry:
 
 
 def entry_of(name: str) -> Entry | None:
-    """Return the entry of a device; None: no kind has such names."""
+    """Return the entry of a device; None if no kind has such names."""
     return next((entry for entry in entries() if re.fullmatch(entry.pattern, name)), None)
 
 
 def memory_of(name: str) -> Memory | None:
-    """Return where a device's weights lie; None: no name of a device, such as `auto`."""
+    """Return the memory that holds a device's weights; None for `auto` and the like."""
     return None if (entry := entry_of(name)) is None else entry.memory
 
 

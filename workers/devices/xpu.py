@@ -42,7 +42,7 @@ class _Xpu(WithStreams):
         return f"torch-{torch.__version__}-xpu-{chip}"
 
     def capture(self, device: torch.device) -> Capture | None:
-        """Return what captures graphs, which torch can since 2.11; None: nothing does."""
+        """Return what captures graphs (torch 2.11 or later); None if that is not possible."""
         new = getattr(torch.xpu, "XPUGraph", None)
         return new and proved(partial(capture, torch.xpu, new, device), device)
 

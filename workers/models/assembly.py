@@ -77,7 +77,7 @@ def assemble(
 
 
 def model_type(checkpoint: Checkpoint) -> str:
-    """The model type of what is decoded of a checkpoint."""
+    """The model type of the part of a checkpoint that is decoded."""
     return str(text_part(read_json(checkpoint.folder / "config.json")).get("model_type"))
 
 

@@ -107,7 +107,7 @@ class Block:
         ).unsqueeze(0)
 
     def _tail(self, prefix: int, stop: int) -> Tensor:
-        """[count, stop - prefix] of 0 and -inf: what the rows see behind the prefix."""
+        """[count, stop - prefix] of 0 and -inf: what the rows see after the prefix."""
         count, paths = self.segment.count, self.segment.paths
         tail = torch.full((count, stop - prefix), float("-inf"))
         if paths is None:
@@ -123,7 +123,7 @@ class Block:
         return (paths.prefix + int(length) - 1 for length in paths.offsets[1:] - paths.offsets[:-1])
 
     def _cut(self, tail: Tensor, prefix: int, oldest: Sequence[int]) -> None:
-        """Hide what lies behind the prefix and before row i's window, which starts at oldest[i]."""
+        """Hide slots after the prefix and before row i's window, which starts at oldest[i]."""
         for row, position in enumerate(oldest):
             if position > prefix:
                 path = self.segment.paths
@@ -249,7 +249,7 @@ def attend(
 Attending = Callable[
     [Tensor, Tensor, Tensor, Tensor | None, float, float | None, Tensor | None], Tensor
 ]
-"""The arguments of `by_torch`, and what that gives."""
+"""The arguments of `by_torch`, and its result."""
 
 
 def by_torch(

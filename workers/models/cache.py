@@ -38,7 +38,7 @@ class Heads:
 
 
 class SlotCache:
-    """What the caches of all layouts have in common. A `segment.Cache`."""
+    """The common part of caches of all layouts. A `segment.Cache`."""
 
     capacity: int
     length: int
@@ -46,7 +46,7 @@ class SlotCache:
 
     @property
     def row_slots(self) -> int:
-        """Return the slots that there is memory for."""
+        """Return the number of allocated slots."""
         raise NotImplementedError
 
     @property

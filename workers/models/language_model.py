@@ -35,7 +35,7 @@ class BackEnd(Protocol):
 
     @property
     def kernels(self) -> str:
-        """Return what computes, as it stands in a fingerprint."""
+        """Return what computes the model, for a fingerprint."""
 
     @property
     def cache(self) -> str:
@@ -46,7 +46,7 @@ class BackEnd(Protocol):
         """Return the experts of all layers, if those used are counted (`timing.py`)."""
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
-        """Return what replaces the layer, which is not needed afterwards."""
+        """Return the replacement of the layer, which is not needed afterwards."""
 
     def finish(self, model: Any) -> None:
         """Finish the back end once it has all layers and the rest of the model has its weights."""
@@ -82,12 +82,12 @@ class LanguageModel:
 
     @property
     def back_end(self) -> BackEnd:
-        """Return what computes it."""
+        """Return what computes the layer."""
         return self._back_end
 
     @property
     def routing(self) -> Routing | None:
-        """Return the experts of all layers; None: none, or not counted."""
+        """Return the number of experts of all layers; None: none, or not counted."""
         return self._back_end.routing
 
     def new_cache(self, capacity: int) -> Cache:
@@ -130,7 +130,7 @@ class LanguageModel:
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
         """Return the logits of `forward`, and states [T, hidden_size] at the places `wanted`: the
-        residual stream that enters a layer, or LAST, behind the final norm."""
+        residual stream that enters a layer, or LAST, after the final norm."""
         self._check_positions(positions)
         kept = Kept(set(wanted))
         asked = ModelPass(tokens, positions, segments, rows, kept)

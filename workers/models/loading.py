@@ -211,7 +211,7 @@ def _why_rounded(wanted: Wanted, checkpoint: Checkpoint) -> str:
 
 
 def _refuse_blocks(checkpoint: Checkpoint, wanted: Wanted) -> None:
-    """`CheckpointError` for what is not computed with the blocks of a file."""
+    """Return a `CheckpointError` for what cannot be computed with the blocks of a file."""
     if wanted.backend == "library" and wanted.weights in BLOCK_WEIGHTS:
         raise CheckpointError(
             f"{checkpoint.source}: a model with weights {wanted.asked} is not computed by the "

@@ -92,7 +92,7 @@ class Paths:
 
     @property
     def stop(self) -> int:
-        """Return the slot behind the last one on a path."""
+        """Return the slot after the last one on a path."""
         last: int = max(self.slots.tolist())  # for a few numbers a list is faster than an array
         return last + 1
 

@@ -27,14 +27,14 @@ class Kept:
             self.states[place] = states.clone()
 
     def keep_last(self, states: Tensor) -> None:
-        """Keep the states behind the final norm, which nobody writes to, if they are wanted."""
+        """Store the states after the final norm (which nobody writes to) if they are wanted."""
         if LAST in self.wanted:
             self.states[LAST] = states
 
 
 @dataclass(frozen=True)
 class ModelPass:
-    """T rows that a back end computes: those of all segments in order."""
+    """T rows to compute: those of all segments in order."""
 
     tokens: Tensor  # int64 [T]; `positions` likewise
     positions: Tensor

@@ -29,7 +29,7 @@ class Parts:
 
     @property
     def experts(self) -> int:
-        """Return how many experts the pass went through, those of all layers together."""
+        """Return how many experts the pass used, summed over layers."""
         return self._added[EXPERTS]
 
     def add(self, part: Part, duration_ns: int) -> None:
@@ -47,13 +47,13 @@ _thread = _Thread()
 
 
 def asked() -> Parts | None:
-    """Return where the parts of this thread's pass are added up; None where nobody asks."""
+    """Return the totals of the parts of this thread's pass; None if nobody asks for them."""
     return _thread.parts
 
 
 @contextmanager
 def timed() -> Iterator[Parts]:
-    """The parts of what is computed in this block."""
+    """Collect the times of the parts computed in this block."""
     before, parts = _thread.parts, Parts()
     _thread.parts = parts
     try:
@@ -64,7 +64,7 @@ def timed() -> Iterator[Parts]:
 
 @contextmanager
 def timing(part: Part) -> Iterator[None]:
-    """This block is such a part."""
+    """Count this block as such a part."""
     if (parts := _thread.parts) is None:
         yield
         return
@@ -77,7 +77,7 @@ def timing(part: Part) -> Iterator[None]:
 
 @contextmanager
 def timing_modules(modules: Sequence[tuple[Part, nn.Module]]) -> Iterator[None]:
-    """Within this block modules are such parts, where anybody asks: only then are there hooks."""
+    """Count modules as such parts within this block, if anybody asks: hooks exist only then."""
     if (parts := _thread.parts) is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The model that is asked for."""
+"""The model to load."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Stager = Callable[[Mapping[str, Any], str, Matrices], Staging]
 
 @dataclass(frozen=True)
 class Wanted:
-    """The model that is asked for."""
+    """The model to load."""
 
     asked: str  # the type of weights in the words of the settings
     weights: str  # the type of weights, `half` being one of the two 16-bit types

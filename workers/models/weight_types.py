@@ -95,7 +95,7 @@ def _refuse_search(checkpoint: Checkpoint) -> None:
 
 
 def _configured_type(weights: str, folder: Path) -> str:
-    """Return the type for a config.json alone, by its dtype; 16 bits if it has none."""
+    """Return the type according to a config.json's dtype; 16 bits if it has none."""
     if weights == "file":
         raise CheckpointError(
             f"{folder}: weights file are the blocks of a file, and random weights, as a "

@@ -54,7 +54,7 @@ def find(name: str) -> bytes | None:
 
 
 def keep(name: str, content: bytes) -> None:
-    """Keep something under a name; where that cannot be, say so in the log."""
+    """Store content under a name; log a failure."""
     folder = cache_folder() / FOLDER
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

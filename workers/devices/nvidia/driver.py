@@ -176,7 +176,7 @@ def _driver() -> CDLL | str:
 
 
 def _check(driver: CDLL, name: str, *arguments: object) -> None:
-    """Call a function of the driver; `DriverError` with its own words where it fails."""
+    """Call a function of the driver; raise `DriverError` with its message if it fails."""
     if (result := getattr(driver, name)(*arguments)) != SUCCESS:
         said = c_char_p()
         driver.cuGetErrorString(c_int(result), byref(said))

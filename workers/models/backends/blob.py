@@ -58,7 +58,7 @@ class Lying:
 
 @dataclass(frozen=True)
 class Blob:
-    """The bytes of a layer's matrices, and where each lies."""
+    """The bytes of a layer's matrices, and their offsets."""
 
     memory: Tensor  # uint8 on the CPU
     matrices: Mapping[str, Lying]
@@ -165,7 +165,7 @@ def plan_at(plan: LayerPlan, blob: Blob, memory: Tensor) -> LayerPlan:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix as torch has it, on any device."""
+    """A matrix in torch's layout, on any device."""
 
     kind: IntEnum
     weight: Tensor  # [n, k]; of INT8 k is padded with zeros to a multiple of 4

@@ -207,7 +207,7 @@ class MixedCache(BlockedCache):
     def __init__(
         self, heads: Sequence[tuple[int, int]], *, capacity: int, dtype: torch.dtype = torch.float32
     ) -> None:
-        """`heads`: of each layer, how many key heads, and their size."""
+        """`heads`: for each layer, the number and size of its key heads."""
         self._heads, self._dtype = heads, dtype
         self.capacity, self.length = capacity, 0
         self.keys, self.values = self._open(with_room(capacity))
@@ -278,7 +278,7 @@ def cache_for(plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> 
 
 
 class Layout:
-    """Gives layers, one after the other, their places."""
+    """Assigns places to layers, one after the other."""
 
     def __init__(self) -> None:
         self.plans: list[LayerPlan] = []  # the layers in their places, but those that read others'
@@ -322,7 +322,7 @@ def states_of(states: RecurrentStates, segment: Segment) -> StateRows:
 
 
 def cache_rows(segment: Segment) -> CacheRows:
-    """A segment in the words of the kernels."""
+    """A segment as the kernels expect it."""
     cache = segment.cache
     if not isinstance(cache, BlockedCache):
         raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")

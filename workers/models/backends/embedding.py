@@ -102,7 +102,7 @@ class OwnInputs:
 
 
 def inputs_of(model: Any, family: Family, kind: Kind) -> OwnInputs | None:
-    """Return what computes the layers' own inputs; None: they have none."""
+    """Return what computes the layers' separate inputs; None if they have none."""
     said = family.inputs
     if said is None or not getattr(model.config, said.width, 0):
         return None

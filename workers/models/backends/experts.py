@@ -59,7 +59,7 @@ class ExpertParts:
         self.gated = getattr(self.module, "has_gate", True)
         self.count = len(getattr(self.module, said.stacks[0]))
         self.norms: Sequence[Norm | None] = (None, None, None)
-        """The norms of what experts read, of what they give, and of what all rows share."""
+        """The norms of the experts' inputs and outputs, and of the shared expert's output."""
 
     def matrix(self, name: str, index: int) -> Tensor:
         """Return the matrix [out, in] of an expert, gates first."""
@@ -78,7 +78,7 @@ class ExpertParts:
         return stack[index].detach()
 
     def biases(self, name: str) -> Tensor | None:
-        """Return all experts' biases [experts, out] in fp32, gates first; None: there are none."""
+        """Return all experts' biases [experts, out] in fp32, gates first; None without any."""
         if not self.biased:
             return None
         found = tensor_of(self.layer, f"{self.said.part}.{name}_bias").float()
@@ -202,7 +202,7 @@ def tensor_of(layer: nn.Module, name: str) -> Tensor:
 
 
 def part_of(layer: nn.Module, name: str) -> nn.Module:
-    """Return a part of a layer by its name; `UnsupportedError` where there is none."""
+    """Return a part of a layer by its name; `UnsupportedError` if it is missing."""
     try:
         return layer.get_submodule(name)
     except AttributeError:
@@ -210,7 +210,7 @@ def part_of(layer: nn.Module, name: str) -> nn.Module:
 
 
 def _exactly(weight: Tensor, bias: Tensor | None = None) -> PackedMatrix:
-    """A matrix of fp32, whatever type the others have."""
+    """A matrix in fp32, whatever the type of the others."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.float(), requires_grad=False)
     if bias is not None:
@@ -232,7 +232,7 @@ class ExpertProof(nn.Module):
     """Stands in the place of transformers' experts; to be made before their weights are packed."""
 
     def __init__(self, parts: ExpertParts, what: str) -> None:
-        """`what`: the layer, in errors."""
+        """`what`: the layer's name in errors."""
         super().__init__()
         self._what = what
         self._activate: Any = (
@@ -251,7 +251,7 @@ class ExpertProof(nn.Module):
         self._plan = plan
 
     def listen(self, router: nn.Module) -> None:
-        """Record what transformers' router reads, for the kernels' router."""
+        """Record the inputs of transformers' router, for the kernels' router."""
 
         def hear(_router: nn.Module, given: tuple[Tensor, ...]) -> None:
             self._routed = given[0].reshape(-1, given[0].shape[-1]).clone()
@@ -359,7 +359,7 @@ def _gated(experts: Any, x: Tensor) -> Tensor:
 
 
 def _alone(parts: ExpertParts) -> nn.Module:
-    """transformers' experts with the last of them alone, in fp32, computed as the plainest."""
+    """transformers' experts with only the last one, in fp32, computed in the simplest way."""
     module: Any = parts.module
     memo: dict[int, Any] = {id(part): part for part in module.parameters()}
     if (config := getattr(module, "config", None)) is not None:

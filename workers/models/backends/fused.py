@@ -253,7 +253,7 @@ class Kernels:
         return {}
 
     def _take(self, plan: LayerPlan) -> None:
-        """Keep a layer; its index is that of its keys and values in a cache."""
+        """Add a layer; its index is also that of its keys and values in a cache."""
         self._layers.append(DecoderLayer(self._layout.take(plan)))
 
     def _together(self) -> Any:

@@ -37,7 +37,7 @@ from dovetail.workers.models.recurrent.parts import Gates, orders_of, scan_of, s
 BESIDE = "beside_"
 """The beginning of the names of the matrices of a mixer with a state that is next to attention."""
 AROUND = ("before", "behind")
-"""The names of the matrices before and behind experts of another width."""
+"""The names of the matrices before and after experts of another width."""
 
 
 class LayerParts:
@@ -184,7 +184,7 @@ class LayerParts:
 
 
 def _xielu_numbers(function: Any) -> tuple[float, float]:
-    """Return the factors of the squares of what is positive, and of what is negative."""
+    """Return the factors of the squares of positive and of negative values."""
     learned = (getattr(function, name, None) for name in ("alpha_p", "alpha_n"))
     positive, negative = (
         part.detach().double().exp().log1p().float().item() if isinstance(part, Tensor) else None
@@ -215,7 +215,7 @@ def _rotary_rows(order: Tensor, heads: int, plain: int) -> Tensor:
 
 
 def by_heads(order: Tensor, width: int) -> Tensor:
-    """Return the order [width] of the numbers of all heads, by that of one."""
+    """Return the order [width] of the numbers of all heads, given that of one head."""
     return (torch.arange(0, width, len(order)).unsqueeze(1) + order).flatten()
 
 
@@ -312,7 +312,7 @@ def _times(norm: Norm, factor: float) -> Norm:
 def _beside(
     said: Beside | None, norm: Norm | None, matrices: Mapping[str, PackedMatrix]
 ) -> BesidePlan | None:
-    """Return a mixer with a state beside attention; `norm`: of what both read."""
+    """Return a mixer with a state beside attention; `norm`: of the input of both."""
     if said is None:
         return None
     if norm is None:

@@ -123,7 +123,7 @@ class Library:
 
     @property
     def cache(self) -> str:
-        """Return the type of keys and values: that of the states."""
+        """Return the type of keys and values, which is the type of the states."""
         return CACHE_NAMES[self._dtype]
 
     def compute(self, asked: ModelPass) -> Tensor:

@@ -54,7 +54,7 @@ def _onednn(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _mkl(weight: Tensor, bias: Tensor | None) -> Product:
-    """Packed for BATCH_HINT rows; what is more goes to torch's own linear."""
+    """Packed for BATCH_HINT rows; passes with more rows use torch's own linear."""
     weight = weight.contiguous()
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, BATCH_HINT)
 

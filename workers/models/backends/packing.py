@@ -85,7 +85,7 @@ def block_matrix(kind: Kind, contents: Sequence[Content], bias: Tensor | None) -
 
 
 def parts_of(contents: Sequence[Content]) -> list[Part]:
-    """Return types and numbers of rows one below the other."""
+    """Return types and total rows of concatenated matrices."""
     types = {own: number for number, own in PLAIN.items()}
     return [
         Part(rows.kind, rows.count)
@@ -96,7 +96,7 @@ def parts_of(contents: Sequence[Content]) -> list[Part]:
 
 
 def pack_contents(matrix: BlockMatrix, contents: Sequence[Content]) -> None:
-    """Pack rows one below the other."""
+    """Pack matrices, concatenated by rows."""
     for index, rows in enumerate(contents):
         source = rows.source if isinstance(rows, Rows) else rows
         if isinstance(source, InFile):

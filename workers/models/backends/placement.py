@@ -35,7 +35,7 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Demand:
-    """The placement that the settings ask for; None: as many as there is room for."""
+    """The requested placement; None: as many layers as fit."""
 
     device: str = "cpu"  # the device that computes the layers; the CPU may stand for a GPU
     computed: int | None = None  # so many of the last layers the device computes
@@ -159,7 +159,7 @@ def _on_host(sizes: Sizes, computed: int, resident: int, limit: int | None) -> i
 
 
 def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda:0") -> int:
-    """Return what a device needs that computes so many layers and keeps so many of them."""
+    """Return the memory of a device that computes this many layers and keeps this many of them."""
     buffers = min(BUFFERS, computed - resident)
     copied = sizes.lent * (long_rows(sizes) + TREE_ROWS) if computed < sizes.layers else 0
     return (
@@ -191,7 +191,7 @@ def bytes_of_codes(numbers: int, bits: int) -> int:
 
 
 def level_bytes(sizes: Sizes) -> int:
-    """Return what graphs hold: states of the largest captured pass, what rows see, logits."""
+    """Return the memory of graphs: states of the largest captured pass, masks, logits."""
     seen = long_rows(sizes) + TREES_AHEAD * TREE_ROWS
     row = 2 * sizes.state + sizes.inputs + sizes.inner + LEVEL_LOGITS * sizes.logits
     masks = 2 * LEVEL_ROWS * sizes.groups * NUMBER_BYTES
@@ -199,8 +199,8 @@ def level_bytes(sizes: Sizes) -> int:
 
 
 def coded_bytes(sizes: Sizes, weights: str, bits: int, resident: int = 0) -> int:
-    """Return what a substitute takes beside its target: codes of layers that are not `resident`,
-    rows of trees, and graphs."""
+    """Return the memory of a substitute in addition to its target: codes of layers that are not
+    `resident`, rows of trees, and graphs."""
     return (
         (sizes.layers - resident) * code_bytes(sizes, weights, bits)
         + sizes.layers * sizes.row * TREES_AHEAD * TREE_ROWS

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTENTION_TOLERANCE = 1e-4
-LAYER_TOLERANCE = 2e-4  # of what a layer adds: rounding gives 1e-6, a forgotten part 1e-2
+LAYER_TOLERANCE = 2e-4  # relative to the layer's output: rounding gives 1e-6, a missing part 1e-2
 ROUNDED_TOLERANCE = 2e-2  # of matrices that round inputs to int8, which makes 1e-7 up to 1e-3
 EXACT = (Kind.FP32, Kind.FP16, Kind.BF16, Kind.EXACT_BLOCKS)
 CACHE_TOLERANCE, ROUNDED_CACHE_TOLERANCE = 0.1, 0.5
@@ -90,7 +90,7 @@ class _Enough(Exception):
 
 
 class LayerProof:
-    """One layer of a model, while it is packed and proved."""
+    """One layer of a model that is being packed and proved."""
 
     def __init__(
         self,

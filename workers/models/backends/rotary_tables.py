@@ -35,7 +35,7 @@ class RotaryTables:
         """Frequencies of each table in use, and the factor of its cosines and sines."""
 
     def of(self, rope: Rope | None, growth: Growth | None = None) -> Rotary | None:
-        """Return the table of a layer; None where that neither rotates nor has growing queries."""
+        """Return the table of a layer; None if it neither rotates nor has growing queries."""
         if rope is None and growth is None:
             return None
         key = rope, growth

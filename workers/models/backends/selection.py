@@ -128,7 +128,7 @@ def select(shapes: Sequence[Shape], *, weights: str, profile: Path | None) -> Se
 
 
 def profile_key(shapes: Sequence[Shape], *, weights: str) -> ProfileKey:
-    """Return where a measurement of these linears holds."""
+    """Return the key under which a measurement of these linears is stored."""
     software = f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
     return ProfileKey(
         machine=machine_key(),

@@ -62,7 +62,7 @@ def mixed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
 
 
 def weighed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
-    """Return the sizes of a model by its matrices: those of the mean layer."""
+    """Return the sizes of a model from its matrices, for an average layer."""
     head, hidden = sizes.logits // NUMBER_BYTES, sizes.state // NUMBER_BYTES
     linears = Counter(matrices.linears)
     linears[head, hidden] -= 1
@@ -100,7 +100,7 @@ def in_a_file(sizes: Sizes, file_bytes: int, *, tied: bool) -> Sizes:
 
 
 def has_sizes(config: Mapping[str, Any]) -> bool:
-    """True if a config.json has what `sizes_of` needs, in valid numbers."""
+    """True if a config.json has the numbers that `sizes_of` needs."""
     gpt2 = _has_names_of_gpt2(config)
     needed = [config.get(name) for name in (*(GPT2.values() if gpt2 else GPT2), "vocab_size")]
     if not gpt2:
@@ -290,12 +290,12 @@ class _Mix:
 
     @property
     def token_bytes(self) -> int:
-        """Return what a row of a session takes in a layer with a state."""
+        """Return the memory per row of a session in a layer with a state."""
         return 0 if self._sizes is None else self._sizes.token_bytes
 
     @property
     def session_bytes(self) -> int:
-        """Return what a session takes in a layer with a state."""
+        """Return the memory per session in a layer with a state."""
         return 0 if self._sizes is None else self._sizes.session_bytes(TREE_ROWS)
 
     def shapes(self, hidden: int) -> list[tuple[int, int]]:

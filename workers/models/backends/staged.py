@@ -50,7 +50,7 @@ class Staging:
 
 
 class StagedLayers(nn.Module):
-    """All decoder layers of a model as one."""
+    """All decoder layers of a model, as one module."""
 
     def __init__(self, stages: Sequence[Stage], reader: Reader | None) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Staged(Kernels):
         self._on_cpu: list[tuple[LayerPlan, Blob]] = []
 
     def _open_engine(self, staging: Staging) -> Engine:
-        """Return what computes the layers that are not on the CPU."""
+        """Return what computes the layers on other devices than the CPU."""
         assert staging.transfer is not None
         return engine_of(staging.transfer)
 
@@ -154,7 +154,7 @@ class Staged(Kernels):
 
     @property
     def routing(self) -> Routing | None:
-        """Return None: a device does not count the experts that a pass goes through."""
+        """Return None: a device does not count the experts that a pass uses."""
         return None
 
     def _take(self, plan: LayerPlan) -> None:

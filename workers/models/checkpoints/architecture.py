@@ -52,7 +52,7 @@ KERNELS_ALONE = {
     **dict.fromkeys(RECURRENT_FAMILIES, "layers with a state are"),
     **dict.fromkeys(LATENT_FAMILIES, "attention over latents is"),
 }
-"""Model types that the library does not compute, by what of them the layers of the kernels do."""
+"""Model types that the library does not compute, by which of their parts the kernels' layers do."""
 LAYER_TYPES = {
     "compressed_sparse_attention": "attend to summaries of several tokens (compressed sparse "
     "attention)",
@@ -80,7 +80,7 @@ LONGEST_SHOWN = 60  # characters of a value that an error shows
 
 
 def why_no_folder(source: str) -> str:
-    """Return why a file is no model folder, and what to name instead."""
+    """Return why a file is not a model folder, and what to name instead."""
     if source.lower().endswith(".safetensors"):
         return "is one file of a model; name the folder that it lies in"
     return f"is a file; {MODEL_FILES}"

@@ -158,7 +158,7 @@ def open_weights(folder: Path, *, wait: bool = True) -> Weights:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Return where a folder's tensors are, by headers alone; their values are unchecked."""
+    """Return where a folder's tensors are, from headers only; their values are not checked."""
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
     return renamed(content, decoded(text_part(content), _read_headers(folder)[1]))
@@ -199,7 +199,7 @@ def tensor_names(file: Path) -> list[str]:
 
 
 def _read_headers(folder: Path) -> tuple[list[Source], dict[str, Stored]]:
-    """The weight files of a folder, and where all their tensors stand."""
+    """The weight files of a folder, and the places of all their tensors."""
     if (model := model_of(folder)) is not None:
         return [source_of(head) for head in model.heads], stored_in(model)
     read = [_read_header(file) for file in weight_files(folder)]
@@ -208,7 +208,7 @@ def _read_headers(folder: Path) -> tuple[list[Source], dict[str, Stored]]:
 
 
 def _read_header(file: Path) -> tuple[Source, dict[str, Stored]]:
-    """The tensors of a file in their order, and where each stands."""
+    """The tensors of a file in order, and their places."""
     names = tensor_names(
         file
         # safetensors proves here that the header is sound and that tensors fill the rest of the

@@ -168,7 +168,7 @@ def empty(config: Any, implementation: str) -> Any:
 
 
 def _fill_buffers(model: Any, module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Compute buffers that no checkpoint has; what transformers leaves out is None or NaN."""
+    """Compute buffers that no checkpoint has; those left out by transformers are None or NaN."""
     for name, buffer in buffers.items():
         module._buffers[name] = (
             torch.full_like(buffer, float("nan"), device="cpu")

@@ -79,7 +79,7 @@ def digest_of_second(digest: str) -> str:
 
 
 def _length_of_first(config: Any) -> int | None:
-    """The length that the first of two longrope tables is for; None where there is only one."""
+    """The length that the first of two longrope tables is for; None if there is only one."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, Mapping) or rope.get("rope_type") != "longrope":
         return None

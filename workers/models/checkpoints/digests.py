@@ -141,7 +141,7 @@ class Kept:
         self._folder = folder
 
     def find(self, key: str) -> str:
-        """Return the digest that is kept under a key, or an empty text."""
+        """Return the digest stored under a key, or an empty text."""
         try:
             digest, _, seal = (
                 (self._folder / key).read_text(encoding="ascii").strip().partition(" ")
@@ -202,7 +202,7 @@ def _lock(file: IO[str], patience_s: float) -> None:
 
 
 def _seal(key: str, digest: str) -> str:
-    """Return what shows that a digest belongs to a key and is whole."""
+    """Return a checksum that ties a digest to its key."""
     return hashlib.sha256(f"{key} {digest}".encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The files of a model folder: JSON that is read strictly, and which of them hold weights."""
+"""The files of a model folder: strictly parsed JSON, and which of them hold weights."""
 
 import errno
 import json

@@ -46,7 +46,7 @@ WIDENED_BYTES = 64 << 20  # bytes of a 16-bit matrix on a GPU that are in fp32 a
 PACKED_LAYERS = 2  # layers that loading holds both as stored and as packed
 PROOF_BYTES = 48 << 20  # a piece of a matrix in fp32, and the rows of a proof (`backends/fused.py`)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""Errors of a file that is not what it should be."""
+"""Errors of a malformed file."""
 MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 IN_BLOCKS = (FILE, INT4)  # weights that are blocks, of the checkpoint or searched for
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
@@ -92,7 +92,7 @@ class Tensor:
 
     @property
     def is_expert(self) -> bool:
-        """Return whether this is of one expert of a layer, or of all of them."""
+        """Return whether this tensor belongs to one expert of a layer, or to all of them."""
         return is_expert(self.name, self.shape)
 
 
@@ -174,7 +174,7 @@ def type_of_matrices(tensors: Sequence[Tensor]) -> str:
 
 
 def rearranged(tensors: Sequence[Tensor]) -> bool:
-    """Return whether transformers rearranges tensors as it loads, all of them in fp32."""
+    """Return whether transformers rearranges tensors while loading, all of them in fp32."""
     return any(tensor.is_expert for tensor in tensors)
 
 
@@ -199,7 +199,7 @@ class Footprint:
 
     @property
     def model(self) -> int:
-        """Return what the model takes."""
+        """Return the memory of the model."""
         return self.weights + max(self.loading, self.caches + self.scratch)
 
     @property
@@ -242,7 +242,7 @@ def pass_bytes(sizes: Sizes, device: str, *, rows: int = TREE_ROWS) -> int:
 
 
 def seen_bytes(sizes: Sizes) -> int:
-    """Return what a GPU holds for each row that a chunk of a prompt sees."""
+    """Return the GPU memory per row that a chunk of a prompt sees."""
     chunk = min(PASS_ROWS["gpu"], long_rows(sizes))
     return chunk * sizes.groups * NUMBER_BYTES + sizes.widened
 
@@ -288,7 +288,7 @@ def substitute_footprint(tensors: Sequence[Tensor], bits: int) -> Footprint:
 
 
 def head_footprint(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Footprint:
-    """Return a draft head's process, with its target's tables where it has none."""
+    """Return the memory of a draft head's process, with its target's tables if it has none."""
     whole = (*tensors, *tables_lacking(tensors, target))
     return Footprint(PROCESS_BYTES, sum(tensor.stored_bytes for tensor in whole))
 
@@ -430,12 +430,12 @@ def _int4_bytes(tensor: Tensor) -> int:
 
 
 def _experts_in(tensor: Tensor) -> int:
-    """Return how many experts one tensor is of."""
+    """Return how many experts one tensor covers."""
     return tensor.shape[0] if len(tensor.shape) > 2 else 1
 
 
 def tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the head that is made of the embedding where there is none of its own."""
+    """Return the head made from the embedding if the checkpoint has none."""
     if any(HEAD.search(tensor.name) for tensor in tensors):
         return []
     tables = [
@@ -453,7 +453,7 @@ def linears_bytes(tensors: Sequence[Tensor], weights: str = FILE) -> int:
 
 
 def numbers_by_type(folder: Path) -> Counter[int]:
-    """Return how many numbers of each ggml type a GGUF file's matrices have; none for other
+    """Return the number of weights per ggml type of a GGUF file's matrices; None for other
     folders."""
     described, found = described_tensors(folder), Counter[int]()
     tensors = read_tensors(folder) if described else []

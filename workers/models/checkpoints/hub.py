@@ -34,7 +34,7 @@ class Hosted:
 
     @classmethod
     def of(cls, source: str) -> "Hosted | None":
-        """Return what owner/name or owner/name/FILE.gguf (@revision) means; None: no hub name."""
+        """Return the parts of owner/name or owner/name/FILE.gguf (@revision); else None."""
         if found := HUB_FILE.fullmatch(source):
             return cls(found[1], found[3], found[2])
         found = HUB_ID.fullmatch(source)
@@ -43,7 +43,7 @@ class Hosted:
         return cls(found[1], found[2])
 
     def wanted(self, files: Sequence[str]) -> list[str]:
-        """Return what is to be fetched: `files`, or all parts of the GGUF file."""
+        """Return the files to fetch: `files`, or all parts of the GGUF file."""
         return [str(part) for part in parts_of(Path(self.file))] if self.file else list(files)
 
     def command(self) -> str:

@@ -75,7 +75,7 @@ class Skeleton:
     experts: Callable[[str], Unread] | None = None  # reads experts one by one; None: together
     tied: Mapping[str, str] | None = None  # tensor -> its stand-in, for pieces; None: none
     rows: Callable[[str, nn.Module], Rows | Pile | None] | None = None
-    """Returns the blocks of a module's weight, if any; None: there are no blocks."""
+    """Return the blocks of a module's weight; None if there are none."""
     size_bytes: int = 0  # the bytes of all of it where there is no checkpoint
 
     def fill(

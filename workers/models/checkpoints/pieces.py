@@ -170,7 +170,7 @@ class Pieces:
                 self._refuse_piece(piece, shape, folder)
 
     def superfluous(self) -> list[str]:
-        """Return what the checkpoint has beside the pieces of the model."""
+        """Return the tensors of the checkpoint that are not pieces of the model."""
         used = {piece for name in self.shapes for piece in self.of(name)}
         return [name for name in self.tensors if name not in used]
 
@@ -214,6 +214,6 @@ def within_fp32(tensor: Tensor) -> Tensor:
 
 
 def unread_of(part: nn.Module, name: str) -> Unread | None:
-    """Return a stack of experts' matrices that has not been read; None where it has."""
+    """Return a stack of experts' matrices that has not been read yet; None if it has been."""
     found: Unread | None = getattr(part, UNREAD, {}).get(name)
     return found

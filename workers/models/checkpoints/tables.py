@@ -66,7 +66,7 @@ def _shape_alone(count: int, width: int) -> nn.Parameter:
 
 
 def scale_of(module: Any) -> float | None:
-    """Return the factor of what an embedding gives; None: there is none."""
+    """Return the factor of the embedding's output; None if there is none."""
     scale = getattr(module, "embed_scale", getattr(module, "scale", None))
     return None if scale is None else float(scale)
 

@@ -33,7 +33,7 @@ MOST_KEPT = 64
 
 
 def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
-    """The bytes of tokenizer.json and what the model's other files say about the vocabulary."""
+    """The bytes of tokenizer.json, and vocabulary facts from the model's other files."""
     tokenizer, _, facts = read_language(Path(folder))
     return tokenizer, facts
 

@@ -180,7 +180,7 @@ class Router:
     norm_weight: str | None = None  # that norm's weights, times the root of the width
     epsilon: float = 0.0  # the epsilon of that norm
     scales: str | None = None
-    """The name of what weights are multiplied by, a number for each expert."""
+    """The name of a factor of the weights, a number for each expert."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms around both halves of a layer by name, None where there is none."""
+    """The norms around both halves of a layer by name, None for those it does not have."""
 
     epsilon: float
     pre_mixer: str | None = "input_layernorm"
@@ -239,14 +239,14 @@ class LayerSpec:
     beside: Beside | None = None  # the mixer with a state next to attention, if any
     residual_scale: float = 1.0  # the factor of what each half adds
     parallel: bool = False
-    """True if the MLP reads what attention reads, or parallel to it has its own norm."""
+    """True if the MLP reads the attention's input, or runs parallel to it with its own norm."""
     scalar: str | None = None  # the name of the number by which the layer's result is multiplied
     own_input: OwnInput | None = None
     given: int = 0  # width of rows that attention reads instead of states; 0: none
 
     @property
     def state(self) -> StateMixer | None:
-        """Return the mixer with a state, if there is one."""
+        """Return the mixer with a state; None if there is none."""
         if self.beside is not None:
             return self.beside.mixer
         return self.attention if isinstance(self.attention, StateMixer) else None

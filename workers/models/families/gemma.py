@@ -58,7 +58,7 @@ def _gemma3(config: Any, index: int) -> LayerSpec:
 
 
 def _vaultgemma(config: Any, index: int) -> LayerSpec:
-    """Gemma 2 with no norms on what a half adds."""
+    """Gemma 2 without norms on the outputs of the halves."""
     spec = _gemma2(config, index)
     return replace(spec, norms=replace(spec.norms, post_mixer=None, post_mlp=None))
 

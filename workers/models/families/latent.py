@@ -42,7 +42,7 @@ def _attention(config: Any, *, interleaved: bool, growth: Growth | None = None) 
 
 
 def _stretch(rope: Any) -> float:
-    """The factor of scores where angles are stretched (yarn)."""
+    """The factor of scores when angles are stretched (yarn)."""
     factor, magnitude = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
     if rope.get("rope_type", "default") == "default" or not magnitude or factor <= 1:
         return 1.0
@@ -91,7 +91,7 @@ def _glm4_moe_lite(config: Any, index: int) -> LayerSpec:
 
 
 def _axk1(config: Any, index: int) -> LayerSpec:
-    """GLM's, with a norm of what experts add."""
+    """GLM's, with a norm of the experts' output."""
     mixed = _attention(config, interleaved=config.rope_interleave)
     if config.mlp_layer_types[index] != "sparse":
         return _layer(config, mixed, gated(config.hidden_act))

@@ -23,7 +23,7 @@ def _layer_norms(epsilon: float, **fields: Any) -> Norms:
 
 
 def _starcoder2(config: Any, index: int) -> LayerSpec:
-    """All layers have the window, of whatever type they are."""
+    """All layers have the window, whatever their type."""
     return LayerSpec(
         attention(config, index, window=config.sliding_window or 0),
         ungated(config.hidden_act, "mlp.c_fc", "mlp.c_proj"),
@@ -73,7 +73,7 @@ def _olmo(config: Any, index: int) -> LayerSpec:
 
 
 def _phi(config: Any, index: int) -> LayerSpec:
-    """The halves are parallel behind one norm."""
+    """The halves are parallel, after one norm."""
     _refuse_head_norms(config)
     return LayerSpec(
         attention(config, index, window=0, output="self_attn.dense"),

@@ -110,7 +110,7 @@ def _glm(config: Any, index: int) -> LayerSpec:
 
 
 def _arcee(config: Any, index: int) -> LayerSpec:
-    """No gate, and the squares of what is positive."""
+    """No gate; the activation is the square of positive values."""
     return LayerSpec(
         attention(config, index, window=0), ungated(config.hidden_act), Norms(config.rms_norm_eps)
     )
@@ -144,7 +144,7 @@ def _nanochat(config: Any, index: int) -> LayerSpec:
 
 
 def _phi3(config: Any, index: int) -> LayerSpec:
-    """All layers have the window, of whatever type they are."""
+    """All layers have the window, whatever their type."""
     return LayerSpec(
         attention(config, index, window=config.sliding_window or 0, qkv=("self_attn.qkv_proj",)),
         gated(config.hidden_act, gate_up=("mlp.gate_up_proj",)),

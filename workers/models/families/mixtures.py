@@ -31,9 +31,9 @@ def _layer(config: Any, mixed: Attention, mlp: Mlp | Experts) -> LayerSpec:
 
 
 def experts_of(config: Any, chosen: int, router: Router, **fields: Any) -> Experts:
-    """Experts of which a row goes through `chosen`; `UnsupportedError` where that is no number."""
+    """Experts of which a row uses `chosen`; `UnsupportedError` if that is not a number."""
     if not isinstance(chosen, int):
-        raise UnsupportedError(f"a row goes through {chosen} experts by its config.json")
+        raise UnsupportedError(f"its config.json has {chosen} experts per row")
     return Experts(chosen, activation(GATED, config.hidden_act), router, **fields)
 
 
@@ -41,7 +41,7 @@ SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_exper
 
 
 def shared_mlp(config: Any, part: str, within: str = "mlp") -> Mlp | None:
-    """Return the MLP of all rows below `part`; None: no expert is shared."""
+    """Return the shared MLP below `part`; None if no expert is shared."""
     if any(getattr(config, name, None) == 0 for name in SHARED_COUNTS):
         return None
     return _mlp_within(config, part, within)
@@ -81,7 +81,7 @@ def _routed_among(config: Any, mixed: Attention, *, dense: bool) -> LayerSpec:
 
 
 def _mixtral(config: Any, index: int) -> LayerSpec:
-    """All layers have the window, of whatever type they are."""
+    """All layers have the window, whatever their type."""
     mixed = attention(config, index, window=config.sliding_window or 0)
     return _layer(
         config, mixed, experts_of(config, config.num_experts_per_tok, Router(normalised=True))
@@ -165,7 +165,7 @@ def _dots1(config: Any, index: int) -> LayerSpec:
 
 
 def _solar_open(config: Any, index: int) -> LayerSpec:
-    """GLM-4.5's experts in all layers, behind Llama's attention."""
+    """GLM-4.5's experts in all layers, after Llama's attention."""
     return _routed_among(config, attention(config, index, window=0), dense=False)
 
 
@@ -232,7 +232,7 @@ def _mellum(config: Any, index: int) -> LayerSpec:
 
 
 def _flex_olmo(config: Any, index: int) -> LayerSpec:
-    """OLMoE's experts, with norms on what each half adds."""
+    """OLMoE's experts, with norms on the outputs of both halves."""
     mixed = attention(
         config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
     )

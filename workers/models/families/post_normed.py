@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, EXAONE 4 and GLM-4: norms on what each half adds."""
+"""OLMo 2 and 3, EXAONE 4 and GLM-4: norms on the outputs of the halves."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ ONLY_POST: dict[str, Any] = {
     "pre_mlp": None,
     "post_mlp": "post_feedforward_layernorm",
 }
-"""The norms of layers in which only what a half adds has one."""
+"""The norms of layers in which only the outputs of the halves have one."""
 
 
 def _only_post(config: Any, index: int, **fields: Any) -> LayerSpec:
@@ -42,7 +42,7 @@ def _olmo3(config: Any, index: int) -> LayerSpec:
 
 
 def _exaone4(config: Any, index: int) -> LayerSpec:
-    """Layers that see all rotate nothing where others have a window."""
+    """If some layers have a window, layers with full attention rotate nothing."""
     rotates = config.sliding_window is None or slides(config, index)
     return _only_post(config, index, rope=Rope() if rotates else None)
 

@@ -44,7 +44,7 @@ def _delta(config: Any, given: tuple[str, ...], order: Given) -> StateMixer:
 
 
 def _qwen(config: Any, index: int, delta: StateMixer, mlp: Mlp | Experts) -> LayerSpec:
-    """Most layers have a state; the others a gate behind their attention."""
+    """Most layers have a state; the others have gated attention."""
     mixer: Attention | StateMixer = delta
     if config.layer_types[index] == "full_attention":
         mixer = attention(config, index, window=0, norms=HEAD_NORMS, gated=True)

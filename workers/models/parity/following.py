@@ -23,11 +23,11 @@ Path = tuple[str | int, ...]
 
 
 class UnsupportedError(Exception):
-    """The kernels cannot compute a model, or differ from transformers; says where."""
+    """The kernels cannot compute a model, or differ from transformers; names the place."""
 
 
 class UnprovableError(Exception):
-    """No back end can be proved to compute a model; says where."""
+    """No back end can be proved to compute a model; names the place."""
 
 
 @dataclass(frozen=True)

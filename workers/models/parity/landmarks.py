@@ -24,7 +24,7 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """The first position behind it."""
+        """The first position after it."""
         return self.first + self.count
 
 

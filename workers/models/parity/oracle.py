@@ -207,7 +207,7 @@ class Oracle:
         self._checked.add(key)
 
     def visible(self, index: int) -> list[list[int]]:
-        """For each row, in order, which of the rows that exist it sees."""
+        """For each row, in order, which of the existing rows it sees."""
         mask = self._mask(index)
         if mask is None:
             return [list(range(row + 1)) for row in range(self.count)]
@@ -347,7 +347,7 @@ class Oracle:
 
 
 def ahead_of(positions: Tensor) -> Tensor:
-    """Return how many rows stand before those of a pass at these positions, for each of them."""
+    """Return for each of these positions how many rows precede those of the pass."""
     return positions - torch.arange(len(positions))
 
 

@@ -25,7 +25,7 @@ class TriedError(UnsupportedError):
 
 
 class Trial(Library):
-    """The library for the first layers alone, which takes little memory."""
+    """The library for only the first layers, which takes little memory."""
 
     def take_layer(self, layer: Any, index: int) -> Any:
         if index >= LAYERS_TRIED:
@@ -41,7 +41,7 @@ class StumbledError(CheckpointError):
 
     @property
     def stumble(self) -> str:
-        """Return what the line raised, in one line."""
+        """Return the exception raised by a call, in one line."""
         cause = self.__cause__
         return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
 

@@ -34,12 +34,12 @@ class StateSizes:
 
     @property
     def traffic(self) -> StateTraffic:
-        """Return what a pass over rows of one session moves, in all layers."""
+        """Return the memory traffic of a pass over rows of one session, in all layers."""
         return StateTraffic(*(NUMBER_BYTES * self.layers * part for part in (self.state, self.row)))
 
     @property
     def token_bytes(self) -> int:
-        """Return what periodic checkpoints take in one layer for each row of a session."""
+        """Return the memory per row of a session for periodic checkpoints in one layer."""
         return -(-NUMBER_BYTES * self.state // STEP)
 
 
@@ -71,7 +71,7 @@ def count_layers(config: Mapping[str, Any]) -> Any:
 
 
 def state_sizes(config: Mapping[str, Any]) -> StateSizes | None:
-    """Return the sizes of layers with a state; None for a model without any that is known here."""
+    """Return the sizes of layers with a state; None for a model without layers of a known kind."""
     kinds = layer_kinds(config)
     if not (count := sum(kind in RECURRENT for kind in kinds)):
         return None
@@ -89,7 +89,7 @@ def state_sizes(config: Mapping[str, Any]) -> StateSizes | None:
 
 
 def traffic_of(config: Mapping[str, Any]) -> StateTraffic:
-    """Return what a pass over rows of one session moves of states."""
+    """Return the memory traffic of states in a pass over rows of one session."""
     sizes = state_sizes(config)
     return STATELESS if sizes is None else sizes.traffic
 

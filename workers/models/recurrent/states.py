@@ -91,7 +91,7 @@ class RecurrentStates:
 
     @torch.inference_mode()
     def truncate(self, length: int) -> None:
-        """Go back to a length that is `restorable`; ValueError for another."""
+        """Go back to a length that is `restorable`; ValueError for any other."""
         if self.restorable(length) != length:
             raise ValueError(f"there is no state of the first {length} of {self.length} rows")
         self._checkpoints = [c for c in self._checkpoints if c.length <= length]
@@ -156,7 +156,7 @@ class RecurrentStates:
         return factors_of_layers(self.shapes, self._factors, self._ring)
 
     def rows_as_they_are(self) -> StateRows:
-        """Return the states and factors for a pass that changes none of them."""
+        """Return the states and factors for a pass that does not change them."""
         return StateRows(self.state, self._factors, self.folded.clone(), self._ring, 0)
 
 
@@ -175,7 +175,7 @@ def session_bytes(shapes: Sequence[StateShape]) -> int:
 
 
 def token_bytes(shapes: Sequence[StateShape]) -> int:
-    """Return what periodic checkpoints take for each row of a session."""
+    """Return the memory per row of a session for periodic checkpoints."""
     return -(-4 * sum(shape.state for shape in shapes) // STEP)
 
 

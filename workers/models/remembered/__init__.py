@@ -1,1 +1,1 @@
-"""Models that are loaded by a proof that is remembered."""
+"""Models that are loaded with a remembered proof."""

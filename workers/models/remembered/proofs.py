@@ -90,7 +90,7 @@ class Proofs:
         return kernels.available() and any(self.folder.glob(f"{self.group}-*.json"))
 
     def find(self, key: str) -> Proof | None:
-        """Return the proof that is kept under a key; one that is damaged counts as none."""
+        """Return the proof stored under a key; None if it is missing or damaged."""
         try:
             seal, _, text = self._file(key).read_text(encoding="utf-8").partition("\n")
             if seal != _seal(key, text):
@@ -136,7 +136,7 @@ def tell_proof(day: str, name: str) -> None:
 
 
 def today() -> str:
-    """Return the day, as proofs have it."""
+    """Return the date in the format of proofs."""
     return time.strftime("%Y-%m-%d")
 
 

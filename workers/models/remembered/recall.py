@@ -49,7 +49,7 @@ SAMPLED = 4  # rows whose logits are compared
 
 
 class Memory:
-    """The memory of proofs, for one model that is loaded."""
+    """Access to remembered proofs while loading one model."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
         file = checkpoint.folder / "config.json"
@@ -65,13 +65,13 @@ class Memory:
         return f"{digest} {KINDS[wanted.weights].name} {wanted.cache_type} {context}"
 
     def proof(self) -> Proof | None:
-        """Return the proof that is enough to load the model, if there is one."""
+        """Return a proof that suffices to load the model; None if there is none."""
         if self._mode != "auto" or not self._proofs.known:
             return None
         return self._proofs.find(self._key)
 
     def outline(self, skeleton: Skeleton) -> Proof | None:
-        """Return the beginning of a proof that is to be kept; None: none is."""
+        """Return the beginning of a proof to be stored; None if none is."""
         return None if self._mode == "off" else outline_of(skeleton)
 
     def keep(self, outline: Proof | None, model: LanguageModel) -> None:
@@ -87,7 +87,7 @@ class Memory:
 
 
 def recall(memory: Memory, checkpoint: Checkpoint, wanted: Wanted) -> LanguageModel | None:
-    """Return the model by its remembered proof; None where there is none, or it does not hold."""
+    """Return the model loaded with its remembered proof; None if there is none that holds."""
     if (proof := memory.proof()) is None:
         return None
 
@@ -153,7 +153,7 @@ class Outline(nn.Module):
         self.requires_grad_(False)
 
     def add_at(self, path: str, module: nn.Module) -> None:
-        """Add a module below one that is there."""
+        """Add a module below an existing one."""
         parent, _, name = path.rpartition(".")
         self.get_submodule(parent).add_module(name, module)
 
@@ -171,7 +171,7 @@ class Outline(nn.Module):
         return self.get_submodule(self._head)
 
     def set_output_embeddings(self, head: nn.Module) -> None:
-        """Put another head in the place of the one that is there."""
+        """Replace the existing head by another."""
         self.set_submodule(self._head, head)
 
 
@@ -303,7 +303,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a configuration as JSON gives it back; None where it holds what JSON does not."""
+    """Return a configuration after a round trip through JSON; None if it is not JSON."""
     try:
         told: dict[str, Any] = json.loads(json.dumps(config))
     except (TypeError, ValueError):

@@ -112,7 +112,7 @@ def pack_stack(
 
 
 def against_codes(device: torch.device, weights: str) -> str:
-    """Return why a device has no product of codes; empty if it has. `weights`: such as int4."""
+    """Return why a device has no product of codes; empty if it has one. `weights`: such as int4."""
     why_not, contest = kind_of(device).against_int4(device), CONTESTS[BITS[weights]]
     if not why_not or products_on(device).owner(contest) is not None:
         return ""

@@ -64,7 +64,7 @@ class ResidentSubstitute(CodedLayers, ResidentDraft):
         return _Engine(staging.transfer.device)
 
     def finish(self, model: Any) -> None:
-        """Finish the model with a head of 16 bits, whatever the checkpoint has."""
+        """Finish the model with a 16-bit head, whatever the checkpoint has."""
         head = model.get_output_embeddings()
         if head.weight.dtype == torch.float32:
             head.weight = nn.Parameter(head.weight.half(), requires_grad=False)
@@ -117,7 +117,7 @@ class DeviceSubstitute(Captured, CodedLayers):
 
     @property
     def shared(self) -> int:
-        """Return how many layers are the target's own."""
+        """Return how many layers are shared with the target."""
         return len(self._target.settled)
 
     def _lacking(self, spec: LayerSpec) -> str:
@@ -160,7 +160,7 @@ class DeviceSubstitute(Captured, CodedLayers):
         return self._scaled(logits)
 
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-        """Pack codes, or, for its proof alone, a layer that the target keeps there as it is."""
+        """Pack codes, or, only for its proof, a layer that the target keeps there unchanged."""
         return super()._pack_layer(kind, linears) if self._codes else pack_and_drop(kind, linears)
 
     def _take(self, plan: LayerPlan) -> None:

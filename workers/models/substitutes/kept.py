@@ -143,7 +143,7 @@ class Substitutes:
         return found
 
     def report(self, name: str) -> str:
-        """Return what was done, in one line; empty where all of it was there."""
+        """Return what was done, in one line; empty if everything was cached."""
         if not self.made:
             return ""
         where = "not kept" if self.folder is None else f"saved in {self.folder}"

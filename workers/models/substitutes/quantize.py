@@ -52,7 +52,7 @@ class Codes:
 
 
 def check_installed() -> None:
-    """`SettingsError` where there is no hqq package; it is not imported yet."""
+    """Raise `SettingsError` if the hqq package is missing; it is not imported yet."""
     if find_spec("hqq") is None:
         raise SettingsError(
             "draft.kind = 'substitute' quantises the target with the hqq package, which is "
@@ -107,7 +107,7 @@ def to_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 def from_bytes(content: Tensor, bits: int) -> Tensor:
-    """Return what `to_bytes` made of codes [rows, inputs]."""
+    """Return the codes [rows, inputs] encoded by `to_bytes`."""
     if bits == 3:
         lower = content.shape[1] * 2 // 3
         return _unplane(content[:, :lower], 2) | _unplane(content[:, lower:], 1) << 2

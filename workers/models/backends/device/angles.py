@@ -16,7 +16,7 @@ class Angles:
         self._device = device
         self._tables: dict[int, tuple[Rotary, Tensor, Tensor]] = {}
         self._alike: dict[int, tuple[Rotary, int]] = {}
-        """Tables with the numbers of another one, and the id of that."""
+        """Tables with the numbers of another table, and the id of that."""
         self._factors: dict[int, Tensor] = {}  # the factors of queries of tables that have any
 
     def add(self, rotary: Rotary) -> None:

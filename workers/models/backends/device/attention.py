@@ -171,8 +171,8 @@ def _attend(
 
 
 def _against(program: Program, device: torch.device) -> str:
-    """Return what is wrong with our attention: rows of a tree, alone and together; empty if
-    nothing."""
+    """Return what is wrong with our attention for the rows of a tree, alone and together; empty if
+    nothing is."""
     for width in PROOF_WIDTHS:
         if wrong := _against_width(program, device, width):
             return f"keys of {width} numbers: {wrong}"

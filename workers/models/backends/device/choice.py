@@ -38,12 +38,12 @@ TIMED_ROWS = (1, 4, 16)
 TIMED_BYTES = 128 << 20  # weights that are read in turn, so that no cache has them
 TIMES = 3
 STORED = {Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.float32}
-"""The type of a matrix that is packed."""
+"""The type of a packed matrix."""
 SMALL = 0x3B  # a lower byte: the upper half of a number is that of a small number
 
 
 class Function(IntEnum):
-    """Functions of ours beside products; the numbers are none of a `Kind` or `Coded`."""
+    """Our functions other than products; the numbers differ from those of `Kind` and `Coded`."""
 
     ATTENTION = 100
     PARTS = 101
@@ -76,7 +76,7 @@ class Contest:
 
 
 class Products:
-    """The products of one device, those of ours where they have been chosen."""
+    """The products of one device; ours if they have been chosen."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ def against_matrix(kind: Kind, program: Program, device: torch.device) -> str:
 
 
 def against_kernels(own: Product, matrix: PackedMatrix, device: torch.device) -> str:
-    """Return for how many rows a product differs from the kernels' bytes; empty if for none."""
+    """Return for how many rows a product differs from the kernels' bytes; empty if none."""
     x = torch.randn(max(ROWS), matrix.k, generator=torch.Generator().manual_seed(2))
     x[1] = 0.0
     for rows in ROWS:

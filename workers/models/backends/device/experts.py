@@ -17,7 +17,7 @@ NormOf = Callable[[Tensor], Tensor]
 
 
 def plain(x: Tensor) -> Tensor:
-    """Return x: there is no norm."""
+    """Return x unchanged: there is no norm."""
     return x
 
 
@@ -28,7 +28,7 @@ class HostExperts:
         self._layer = DecoderLayer(plan)
 
     def begin(self, x: Tensor, _multiply: Multiply) -> Callable[[], Tensor]:
-        """Start on what experts read [T, hidden]; return what gives their outputs on its device."""
+        """Start on the experts' input [T, hidden]; return what gives their outputs there."""
         rows = x.cpu().contiguous()
         return lambda: mix(self._layer.struct, rows).to(x.device)
 
@@ -39,7 +39,7 @@ class DeviceExperts:
     def __init__(
         self, plan: LayerPlan, device: torch.device, norms: tuple[NormOf, NormOf, NormOf]
     ) -> None:
-        """`norms`: of what the router reads, of what experts read, and of what they add up to."""
+        """`norms`: of the router's input, of the experts' input, and of their sum."""
         assert plan.experts is not None
         self._plan = plan
         self._router_norm, self._input_norm, self._output_norm = norms
@@ -49,7 +49,7 @@ class DeviceExperts:
         self._scales = None if router.scales is None else router.scales.to(device)
 
     def begin(self, x: Tensor, multiply: Multiply) -> Callable[[], Tensor]:
-        """Take what experts read [T, hidden]; returns what gives their outputs [T, hidden]."""
+        """Take the experts' input [T, hidden]; return what gives their outputs [T, hidden]."""
         return lambda: self._run(x, multiply)
 
     def _run(self, x: Tensor, multiply: Multiply) -> Tensor:
@@ -109,7 +109,7 @@ def _within_groups(router: RouterPlan, values: Tensor) -> Tensor:
 
 
 def gate_shared(shared: Tensor, x: Tensor, plan: LayerPlan, multiply: Multiply) -> Tensor:
-    """Return what all rows share [T, hidden], times its gate, where it has one."""
+    """Return the output of the shared expert [T, hidden], times its gate if it has one."""
     assert plan.experts is not None
     if plan.experts.shared_gate is None:
         return shared

@@ -207,7 +207,7 @@ class Graphs:
         return had
 
     def scratch(self, cache: ArenaCache) -> Tensor:
-        """Return memory like that of a cache, of one slot, which stays."""
+        """Return memory like that of a cache with one slot, which is kept."""
         if self._scratch is None:
             *outer, _, width = cache.rows.shape
             self._scratch = cache.rows.new_zeros(*outer, 1, width)

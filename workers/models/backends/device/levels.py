@@ -89,15 +89,15 @@ class LevelRows(Protocol):
 
     @property
     def segment(self) -> Segment:
-        """The slots of the rows, and what they see."""
+        """The slots of the rows, and the slots they see."""
 
     @property
     def wanted(self) -> int:
-        """The number of last rows whose results are wanted."""
+        """How many of the last rows' results are wanted."""
 
     @property
     def ranking(self) -> DeviceRanking | None:
-        """The ranking of the children of the wanted rows; None: it is the host's."""
+        """The ranking of the children of the wanted rows; None: the host computes it."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Captured(ABC):
         return self.levels is not None
 
     def levels_of(self, parts: Sequence[LevelRows]) -> Sequence[Ranked | None]:
-        """Return what follows the wanted rows of each part; None: it is not a level."""
+        """Return the ranked children of each part's wanted rows; None if it is not a level."""
         if self.levels is None:
             return [None] * len(parts)
         own, places, found = list[LevelRows](), list[int](), list[Ranked | None]()
@@ -236,8 +236,8 @@ class Captured(ABC):
         return found
 
     def level_of(self, asked: ModelPass) -> Tensor | None:
-        """Return the logits [R, V] of a pass if it is a level of one session, of which no states
-        are wanted; else None."""
+        """Return the logits [R, V] of a pass if it is a level of one session without wanted states;
+        else None."""
         if len(asked.segments) > 1 or asked.kept.wanted:
             return None
         own = Asked(asked.tokens, asked.positions, asked.segments[0], len(asked.tokens))
@@ -277,5 +277,5 @@ def rows_of(parts: Sequence[LevelRows]) -> tuple[Tensor, Tensor]:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all tensors, one below the other."""
+    """Return the tensors concatenated along their rows."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))

@@ -73,7 +73,7 @@ ENOUGH = 2
 
 
 def source_of(*names: str) -> str:
-    """Return the CUDA C++ of some files of `kernels/cuda`, behind what all functions begin with."""
+    """Return the CUDA C++ of some files of `kernels/cuda`, after the common prelude."""
     texts = ((FOLDER / f"{name}.cu").read_text(encoding="utf-8") for name in ("numbers", *names))
     return "\n".join(texts)
 

@@ -51,7 +51,7 @@ FP4 = (16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4)
 
 
 class Format(NamedTuple):
-    """A format of blocks, as `kernels/native/blocks.h` has it."""
+    """A format of blocks, as in `kernels/native/blocks.h`."""
 
     bits: int
     middle: int
@@ -166,7 +166,7 @@ INPUTS: Mapping[Kind, Callable[[Program, Tensor], Inputs]] = {
     Kind.BLOCKS: RoundedInputs,
     Kind.EXACT_BLOCKS: ExactInputs,
 }
-"""Kind of matrices in blocks -> what prepares rows [T, k] for them."""
+"""Kind of matrices in blocks -> the function that prepares rows [T, k] for them."""
 
 
 @dataclass(frozen=True)
@@ -328,4 +328,4 @@ EXACT = Contest(
     torchs=False,
 )
 CONTESTS: Mapping[Kind, Contest] = {Kind.BLOCKS: CONTEST, Kind.EXACT_BLOCKS: EXACT}
-"""Kind of matrices in blocks -> what they are multiplied by."""
+"""Kind of matrices in blocks -> the function that multiplies by them."""

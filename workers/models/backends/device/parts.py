@@ -97,7 +97,7 @@ class Turning:
 
 @dataclass(frozen=True)
 class Parts:
-    """Our functions for what lies between products on one device."""
+    """Our functions for the work between products on one device."""
 
     program: Program
 
@@ -137,7 +137,7 @@ class Parts:
         return x
 
     def turning(self, plan: LayerPlan, device: torch.device) -> Turning | None:
-        """Return the rotation of a layer; None: ours cannot compute it."""
+        """Return the rotation of a layer; None if our functions cannot compute it."""
         norms = plan.query_norm, plan.key_norm
         plain = all(norm is None or norm.bias is None for norm in norms)
         before = norms == (None, None) or plan.head_norm is HeadNorm.HEAD_BEFORE_ROPE
@@ -164,7 +164,7 @@ class DeviceNorm:
         device: torch.device,
         parts: Parts | None = None,
     ) -> None:
-        """`parts`: our functions there; None: torch computes it."""
+        """`parts`: our functions there; None: torch computes these parts."""
         self._kind, self._epsilon, self._parts = kind, epsilon, parts
         bias = None if norm.bias is None else norm.bias.to(device)
         self._norm = Norm(norm.weight.to(device), bias)

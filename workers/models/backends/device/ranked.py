@@ -39,7 +39,7 @@ class RankingShape(NamedTuple):
 
     @classmethod
     def of(cls, rankings: Sequence[DeviceRanking | None]) -> "RankingShape | None":
-        """Return the shape of the rankings in a pass, its width a power of two; None: none."""
+        """Return the shape of the rankings in a pass, its width a power of two, or None."""
         width, vocabulary_size, noisy = LEAST_WIDTH, 0, False
         for ranking in rankings:
             if ranking is not None:
@@ -58,7 +58,7 @@ class Arriving:
         """`here`: int32 [2, T, K], where ids and the bits of gains are to arrive."""
         self._wait, self._here = wait, here
         self.found: tuple[NDArray[np.int32], Floats] | None = None
-        """Ids and gains, once they have been waited for; None until then."""
+        """Ids and gains, once they are complete; None until then."""
 
     def take(self) -> tuple[NDArray[np.int32], Floats]:
         """Return ids and gains [T, K], once they are there."""

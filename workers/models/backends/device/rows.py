@@ -30,7 +30,7 @@ class Seen(Protocol):
 
     @property
     def inputs(self) -> Tensor | None:
-        """The inputs that layers have of their own, [T, width of all]; None: they have none."""
+        """The separate inputs of the layers, [T, total width]; None if they have none."""
 
     def attend(
         self, plan: LayerPlan, query: Tensor, key: Tensor | None, value: Tensor | None
@@ -77,7 +77,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """The caches of the rows of a pass, each where its place says."""
+    """The caches of the rows of a pass, each at its place."""
 
     ours: Ours
     places: Tensor  # int64 [T, PLACE]
@@ -161,6 +161,6 @@ class FixedRows:
 
 
 def scale_of(plan: LayerPlan) -> float:
-    """Return what the scores of a layer are multiplied by."""
+    """Return the factor of the scores of a layer."""
     scale: float = plan.head_dim**-0.5 if plan.scale is None else plan.scale
     return scale

@@ -49,7 +49,7 @@ class DeviceScan:
         self._given_factors = there(plan.given_factors)
 
     def run(self, rows: Sequence[StatefulRows], given: Tensor) -> Tensor:
-        """Return what the mixer gives, of its matrix's outputs [T, ...]."""
+        """Return the mixer's output, given its matrix's outputs [T, ...]."""
         if self._given_factors is not None:
             given = given * self._given_factors
         parts = (given[part.first : part.first + part.segment.count] for part in rows)
@@ -145,7 +145,7 @@ class DeviceScan:
         return self._walk_tree(place, segment, rows, state, prefix)
 
     def _chain(self, state: Tensor, rows: _Rows) -> Iterator[tuple[slice, Tensor]]:
-        """Yield consecutive rows some at a time, and the states behind each."""
+        """Yield chunks of consecutive rows, and the states after each."""
         if rows.taken is None:
             first = 0
             for states in _known(state, rows):
@@ -162,7 +162,7 @@ class DeviceScan:
     def _walk_tree(
         self, place: Place, segment: Segment, rows: _Rows, state: Tensor, prefix: int
     ) -> Tensor:
-        """Return what rows read that do not enter the state; `state`: behind the first `prefix`
+        """Return the inputs of rows that do not enter the state; `state`: after the first `prefix`
         slots."""
         start = segment.start
         levels, below = _levels(segment, prefix), {prefix - 1: state}
@@ -190,8 +190,8 @@ class DeviceScan:
         return out
 
     def _behind(self, rows: _Rows, at: slice | Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states [T, value_heads, key_dim, value_dim] behind rows, and what these
-        add."""
+        """Return the states [T, value_heads, key_dim, value_dim] after rows, and their
+        additions."""
         key, added = rows.key[at], rows.added[at]
         if rows.taken is not None:
             read = (states * key).sum(-2, keepdim=True)
@@ -199,7 +199,7 @@ class DeviceScan:
         return _after(key * added, states, rows.decay[at]), added
 
     def _read(self, rows: _Rows, at: slice | Tensor, states: Tensor) -> Tensor:
-        """Return what rows read of states behind them [T, value_heads, value_dim]."""
+        """Return what rows read from the states after them [T, value_heads, value_dim]."""
         read = (states * rows.query[at]).sum(-2)
         if self._skip is None:
             return read
@@ -282,7 +282,7 @@ def _through(state: Tensor, place: Place, slots: range) -> Tensor:
 
 
 def _known(state: Tensor, rows: Factors) -> Iterator[Tensor]:
-    """Yield the states behind consecutive rows, if what they add is known."""
+    """Yield the states after consecutive rows whose additions are known."""
     for first in range(0, len(rows.key), AT_A_TIME):
         at = slice(first, min(first + AT_A_TIME, len(rows.key)))
         outer, decay, states = rows.key[at] * rows.added[at], rows.decay[at], list[Tensor]()

@@ -20,7 +20,7 @@ class Factors:
 
 
 class Place:
-    """The state and the factors of a layer in those of a session."""
+    """The state and the factors of a layer, as a part of a session's."""
 
     def __init__(self, plan: ScanPlan, states: StateRows) -> None:
         self._plan, self._states = plan, states
@@ -46,11 +46,11 @@ class Place:
         return self._state.view(self._plan.value_heads, -1, self._plan.key_dim, COLUMNS)
 
     def inputs(self, slots: Sequence[int]) -> Tensor:
-        """Return what the convolution reads of slots, [T, channels]."""
+        """Return the convolution's inputs at some slots, [T, channels]."""
         return self._of(slots)[:, : self._plan.taps.shape[1]]
 
     def kept(self, slots: Sequence[int]) -> Factors:
-        """Return what slots do to a state."""
+        """Return the factors with which slots update a state."""
         plan, rows = self._plan, self._of(slots)
         key, added, decay = self._parts
         columns = (added.stop - added.start) // plan.value_heads
@@ -62,12 +62,12 @@ class Place:
         )
 
     def keep_inputs(self, first: int, inputs: Tensor) -> None:
-        """Keep what the convolution reads of the slots from `first` on."""
+        """Store the convolution's inputs at the slots from `first` on."""
         places = self._places(range(first, first + len(inputs)))
         self._rows[places, : inputs.shape[1]] = inputs
 
     def keep(self, first: int, rows: Factors, added: Tensor) -> None:
-        """Store what the slots from `first` on do to a state."""
+        """Store the factors with which the slots from `first` on update a state."""
         places, plan = self._places(range(first, first + len(added))), self._plan
         of_key, of_added, of_decay = self._parts
         key = rows.key[:, :: plan.value_heads // plan.key_heads].flatten(1)
@@ -81,7 +81,7 @@ class Place:
 
     @property
     def _parts(self) -> tuple[slice, slice, slice]:
-        """The places of keys, of what is added, and of decays in a row."""
+        """The places of keys, additions and decays in a row."""
         plan = self._plan
         key = _filled(plan.taps.shape[1])
         added = key + _filled(plan.key_heads * plan.key_dim)

@@ -87,7 +87,7 @@ class Trials:
         self.started = 0  # processes that have been started so far
 
     def tried(self, name: str) -> bytes | str:
-        """Return what a trial of the functions `name` has measured; or how it failed."""
+        """Return the result of a trial of the functions `name`; or how it failed."""
         fresh = self._process is None
         process = self._process = self._process or self._start()
         try:
@@ -127,5 +127,5 @@ def trials_on(device: str) -> Trials:
 
 
 def tried(device: str, name: str) -> bytes | str:
-    """Return what a trial of the functions `name` on a device has measured; or how it failed."""
+    """Return the result of a trial of the functions `name` on a device; or how it failed."""
     return trials_on(device).tried(name)

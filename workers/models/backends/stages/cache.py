@@ -40,7 +40,7 @@ def part_of(cache: Cache, stage: int) -> Cache:
 
 
 def chunks_of(segments: Sequence[Segment], chunk: int) -> Iterator[tuple[slice, Sequence[Segment]]]:
-    """The rows of a pass `chunk` at a time where they are those of one prompt; else all of them."""
+    """Yield the rows of a pass, `chunk` at a time if they belong to one prompt."""
     if len(segments) > 1 or segments[0].paths is not None:
         yield slice(0, sum(segment.count for segment in segments)), segments
         return
@@ -61,7 +61,7 @@ def chunks_of(segments: Sequence[Segment], chunk: int) -> Iterator[tuple[slice, 
 
 
 class StagedCache:
-    """A session's keys and values, each stage's where it computes."""
+    """A session's keys and values, stored where each stage computes."""
 
     def __init__(self, parts: Sequence[Cache]) -> None:
         self.parts = parts

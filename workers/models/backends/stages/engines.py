@@ -131,7 +131,7 @@ class KernelEngine:
 def _hand_states(
     states: RecurrentStates | None, to: RecurrentStates | None, plan: LayerPlan, rows: int
 ) -> None:
-    """The states of the first rows of a session in one layer, into those of all layers."""
+    """Copy the states of a session's first rows in one layer into those of all layers."""
     if plan.scan is not None:
         assert states is not None
         assert to is not None
@@ -203,19 +203,19 @@ class TorchEngine:
 
     @cached_property
     def parts(self) -> Parts | None:
-        """Return our functions for what lies between products; None: torch computes it."""
+        """Return our functions for the work between products; None: torch computes it."""
         program = None if self.products is None else self.products.owner(parts.CONTEST)
         return None if program is None else Parts(program)
 
     def ours_for(self, plans: Sequence[LayerPlan]) -> Ours | None:
-        """Return our functions for rows of several sessions; None: torch computes a part of it."""
+        """Return our functions for rows of several sessions; None if torch computes a part."""
         if self.products is None or self.parts is None or not all(map(is_placeable, plans)):
             return None
         attention = self.products.owner(CONTEST)
         return None if attention is None else Ours(attention, self.parts)
 
     def take(self, plan: LayerPlan) -> None:
-        """Have the angles and the masks of a layer at hand in every pass."""
+        """Prepare the angles and masks of a layer for every pass."""
         if plan.rotary is not None:
             self._angles.add(plan.rotary)
         if plan.attends and (groups := plan.heads // plan.kv_heads) not in self._masks:
@@ -303,6 +303,6 @@ def _lay_keys(own: Tensor, keys: Tensor) -> None:
 
 
 def engine_of(transfer: Transfer) -> Engine:
-    """Return what computes on the device at the end of a way."""
+    """Return what computes on the last device of a path."""
     device = transfer.device
     return KernelEngine() if device.type == "cpu" else TorchEngine(device, products_on(device))

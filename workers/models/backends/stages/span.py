@@ -37,7 +37,7 @@ from dovetail.workers.models.states import Kept
 
 @dataclass(frozen=True)
 class Passed:
-    """The states [T, hidden] behind the layers of a span, and those that enter some of them."""
+    """The states [T, hidden] after the layers of a span, and those that enter some of them."""
 
     states: Tensor
     kept: Mapping[int, Tensor]
@@ -57,7 +57,7 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """Return the number of the layer behind the last one."""
+        """Return the number of the layer after the last one."""
         return self.first + len(self.layers)
 
     def covers(self, states: Tensor, segments: Sequence[Segment]) -> bool:

@@ -11,7 +11,7 @@ from dovetail.workers.devices.base import Mark, Transfer
 
 
 class Ring:
-    """Blobs, used one after the other and around, in fewer buffers than there are blobs."""
+    """Blobs used cyclically, in fewer buffers than there are blobs."""
 
     def __init__(self, transfer: Transfer, blobs: Sequence[Tensor], buffers: int) -> None:
         """blobs: uint8, pinned by their owner; `buffers`: at most as many."""
@@ -40,7 +40,7 @@ class Ring:
             self._move_on()
 
     def _move_on(self) -> None:
-        """Go on to the next blob: fetch into its buffer what comes there next."""
+        """Advance to the next blob, and fetch the blob that follows in its buffer."""
         slot = self._turn % len(self._buffers)
         if len(self._buffers) < len(self._blobs):
             self._filled[slot] = self._fetch(

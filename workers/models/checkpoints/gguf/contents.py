@@ -23,7 +23,7 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""Names under `general.sampling`, and those of generation_config.json."""
+"""Names under `general.sampling`, and their counterparts in generation_config.json."""
 TEMPLATE = "tokenizer.chat_template"  # the default chat template; named ones append their name
 
 

@@ -105,14 +105,14 @@ class Facts:
         return float(str(short)) if float(short) == value else float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """Return a number that is finite and above 0."""
+        """Return a finite number above 0."""
         value = self.real(key, default)
         if not 0 < value < float("inf"):
             raise self.refusal(f"{self._prefix}{key} is {value}, no positive finite number")
         return value
 
     def epsilon(self, key: str, default: float | None = None) -> float:
-        """Return a number that is finite and not below 0."""
+        """Return a finite number of at least 0."""
         value = self.real(key, default)
         if value < 0:
             raise self.refusal(f"{self._prefix}{key} is {value}, below 0")

@@ -112,7 +112,7 @@ def _refuse_part(head: Head, number: int, count: int) -> None:
 
 
 def _refuse_kind(head: Head) -> None:
-    """`CheckpointError` for a file that is no model by itself."""
+    """Return a `CheckpointError` for a file that is not a complete model."""
     kind = head.facts.get("general.type", "model")
     architecture = head.facts.get("general.architecture")
     if not isinstance(kind, str):

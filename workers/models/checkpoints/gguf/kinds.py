@@ -31,7 +31,7 @@ class Kind:
 
 
 class Described(NamedTuple):
-    """A tensor of a model in GGUF files, as transformers has it."""
+    """A tensor of a model in GGUF files, in transformers' layout."""
 
     kind: str  # safetensors' name of the type in which it is read
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ STORED = {F16: "F16", BF16: "BF16", MXFP4: "BF16"}
 
 
 def int4_kind(width: int, *, end: bool) -> int | None:
-    """Return the block type of rows with weights `int4`; None: none fits. `end`: of tables and
+    """Return the block type of rows with weights `int4`; None if none fits. `end`: for tables and
     head."""
     if width % 256 == 0:
         return Q6_K if end else Q4_K

@@ -1,5 +1,4 @@
-"""Where transformers' tensors are in GGUF files: their types and shapes, and what is done to their
-numbers."""
+"""Where transformers' tensors are in GGUF files: types, shapes, and conversions."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -137,7 +136,7 @@ def _reads_another(name: str, facts: Facts) -> bool:
 
 
 def _layer_of(name: str) -> int:
-    """The layer of a tensor; -1 for one of none."""
+    """The layer of a tensor; -1 if it belongs to none."""
     block, _, rest = name.partition(".")
     index = rest.partition(".")[0]
     return int(index) if block == "blk" and index.isdecimal() else -1
@@ -193,7 +192,7 @@ def _ended(name: str, end: str) -> str:
 
 
 def _apart(placed: Placed) -> Iterator[Placed]:
-    """The matrices of a layer's experts, which lie behind each other."""
+    """The matrices of a layer's experts, which are stored consecutively."""
     return (one_of(placed, index) for index in range(placed.place.shape[0]))
 
 

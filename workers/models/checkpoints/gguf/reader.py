@@ -48,7 +48,7 @@ ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 16
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor as the head of a file has it."""
+    """A tensor as described in a file's header."""
 
     name: str
     shape: tuple[int, ...]  # the last dimension is that of a row, whose numbers are neighbours
@@ -91,7 +91,7 @@ def read_head(file: Path, *, texts: bool = True) -> Head:
 
 
 class _Reader:
-    """A place in a file, from which one thing after the other is read."""
+    """A position in a file, from which values are read in sequence."""
 
     def __init__(self, file: Path, content: mmap.mmap, *, texts: bool) -> None:
         self._file, self._content, self._size = file, content, len(content)

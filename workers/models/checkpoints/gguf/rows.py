@@ -29,7 +29,7 @@ class InFile:
     shape: tuple[int, int]  # numbers of rows and of the bytes of each
     order: Tensor | None = None  # int64 [rows]: the row of the file that each is; None: in turn
     blocks: Tensor | None = None
-    """int64 [blocks]: the block of the file that each is; None: in turn."""
+    """int64 [blocks]: the index of each block in the file; None: in order."""
 
     def whole(self) -> Tensor:
         """Return all rows, uint8 [rows, bytes]; `CheckpointError` if unreadable, or for NaN and
@@ -59,7 +59,7 @@ class InFile:
         return replace(self, shape=(len(places), self.shape[1]), order=order)
 
     def _run(self, first: int, count: int, memory: "Memory") -> Tensor:
-        """Rows that stand behind each other in the file."""
+        """Rows that are consecutive in the file."""
         width = self.shape[1]
         content = memory.take(count * width).view(count, width)
         self.stored.read_into(content.view(-1).numpy().data, self.name, first * width)
@@ -71,13 +71,13 @@ class InFile:
 
 
 class Memory(threading.local):
-    """Memory of each thread, for one piece after the other."""
+    """Memory of each thread, reused for one piece after the other."""
 
     def __init__(self) -> None:
         self._content = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """Return `size` bytes, the same as before where there are as many."""
+        """Return `size` bytes, the same memory as before if the size is unchanged."""
         if len(self._content) < size:
             self._content = torch.empty(size, dtype=torch.uint8)
         return self._content[:size]
@@ -120,7 +120,7 @@ class Rows:
         )
 
     def numbers(self) -> Tensor:
-        """Return what all of them stand for, [rows, inputs] in fp32."""
+        """Return the decoded values of all rows, [rows, inputs] in fp32."""
         content = bytearray(self.content.numpy().tobytes())
         return unpacked(content, self.kind, (self.count, self.inputs)).float()
 
@@ -151,7 +151,7 @@ class Pile:
         return replace(self, order=self.order[places])
 
     def numbers(self) -> Tensor:
-        """Return what all of them stand for, [rows, inputs] in fp32."""
+        """Return the decoded values of all rows, [rows, inputs] in fp32."""
         return torch.cat(
             [part.numbers() if isinstance(part, Rows) else part.float() for part in self.runs()]
         )

@@ -26,7 +26,7 @@ def _words(digits: str, *, endings: str = _ENDINGS) -> str:
 
 
 def _cased(digits: str, ending: str) -> str:
-    """The expression of GPT-4o and its kin, where a capital begins a word."""
+    """The expression of GPT-4o and similar models, in which a capital begins a word."""
     return "|".join(
         (
             rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}",
@@ -40,7 +40,7 @@ def _cased(digits: str, ending: str) -> str:
 
 @dataclass(frozen=True)
 class Splitting:
-    """A way of splitting a text before its words are made of tokens."""
+    """A way of splitting a text into words before tokenization."""
 
     expressions: Sequence[str]
     ignore_merges: bool = False  # a word that is a token is taken whole

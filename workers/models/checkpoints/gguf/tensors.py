@@ -114,7 +114,7 @@ class Piled(Stored):
         return torch.cat(parts)[self.order]
 
     def rows(self, name: str) -> Pile | None:
-        """Return the rows as the file has them; None where neither half is blocks."""
+        """Return the rows as in the file; None if neither half consists of blocks."""
         parts = [part.rows(name) for part in (self.upper, self.lower)]
         if parts == [None, None]:
             return None

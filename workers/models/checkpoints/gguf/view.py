@@ -66,7 +66,7 @@ def spelled(source: str) -> str:
 
 
 OF_FOLDERS = re.compile(r"config\.json|correct it|fetch the model|must be")
-"""Words of remedies that are for folders in the Hugging Face layout."""
+"""Parts of remedies that apply to folders in the Hugging Face layout."""
 
 
 @contextmanager

@@ -44,7 +44,7 @@ UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # added tokens of `STRIPPED` tha
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a file, and what it says of them."""
+    """The tokens of a file, and their attributes."""
 
     content: Mapping[str, Any]  # tokenizer.json
     begin: int | None
@@ -77,7 +77,7 @@ class _Facts:
         return value if 0 <= value < len(self.tokens) else None
 
     def merges(self) -> list[tuple[str, str]]:
-        """Pairs of tokens, the first that is put together first."""
+        """Pairs of tokens, the first one to be merged first."""
         index, found = set(self.tokens), []
         for merge in self._list("merges", required=True):
             place = merge.find(" ", 1)

@@ -90,12 +90,12 @@ def scaled(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int
 
 
 def _spread(scales: Tensor, row: int, columns: int, inputs: int) -> Tensor:
-    """Return a row of scales [.., 1, in], each as often as it holds."""
+    """Return a row of scales [.., 1, in], each repeated for its group."""
     return scales[..., row : row + 1, :].float().repeat_interleave(columns, -1)[..., :inputs]
 
 
 def _placed(codes: Tensor, order: Tensor) -> Tensor:
-    """Return codes in the order of their outputs, where each eight of them stand in another."""
+    """Return codes in the order of their outputs, undoing a permutation within each eight."""
     return codes.view(*codes.shape[:-1], -1, len(order))[..., order].flatten(-2)
 
 

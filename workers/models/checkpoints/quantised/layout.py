@@ -54,7 +54,7 @@ class Matrix(Generic[P]):
 
 
 class UnfitError(ValueError):
-    """Tensors that are no matrices; `name` is one of them, or empty."""
+    """Tensors that are not matrices; `name` is one of them, or empty."""
 
     def __init__(self, text: str, name: str = "") -> None:
         super().__init__(text)
@@ -62,7 +62,7 @@ class UnfitError(ValueError):
 
 
 def unlike(name: str) -> str:
-    """Return what is wrong with a part that does not go with the others."""
+    """Return what is wrong with a part that does not match the others."""
     return (
         f"tensor {name} does not go with the other parts of its matrix, or with the "
         "quantization_config of config.json; fetch the model again"

@@ -1,4 +1,4 @@
-"""The ways of quantising that are decoded, by what config.json says of them; needs no torch."""
+"""The quantisation schemes that are decoded, as config.json describes them; needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 from dovetail.protocol.errors import CheckpointError
 
 PACKABLE_BITS = (2, 4, 8)  # bits of a code, of which words of 32 bits hold a whole number
-AWQ_LAYOUTS = ("gemm", "exllama", "ipex")  # AWQ's `version`s that are laid out alike
+AWQ_LAYOUTS = ("gemm", "exllama", "ipex")  # AWQ's `version`s with the same layout
 GPTQ_FORMATS = ("gptq", "gptq_v2")
 PACKED = "pack-quantized"  # compressed-tensors' format of several codes in a word
 COMPRESSED_FORMATS = (
@@ -33,7 +33,7 @@ class Scheme:
 
 
 class FieldError(ValueError):
-    """A field of quantization_config whose value is none that it can have."""
+    """An invalid value in quantization_config."""
 
     def __init__(self, key: str, value: object, due: str) -> None:
         super().__init__(f"{key} of quantization_config is {str(value)[:100]}, not {due}")
@@ -146,7 +146,7 @@ def _group_size(said: Mapping[str, Any], default: int | None) -> int:
 
 
 def _block(said: Mapping[str, Any], key: str) -> tuple[int, int] | None:
-    """The outputs and inputs that share a scale, None where the key is not there or null."""
+    """The outputs and inputs that share a scale; None if the key is missing or null."""
     if (block := said.get(key)) is None:
         return None
     if not isinstance(block, list) or len(block) != 2 or not all(map(_is_count, block)):

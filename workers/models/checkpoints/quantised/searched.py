@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 
 def in_blocks(skeleton: Skeleton, checkpoint: Checkpoint | None, weights: str) -> Skeleton:
-    """Return a skeleton that reads matrices as searched blocks, for such weights; `checkpoint`: to
-    cache by, or None."""
+    """Return a skeleton that reads matrices as searched blocks of these weights; `checkpoint`: the
+    key of the cache, or None."""
     if weights not in TYPES:
         return skeleton
     searched = Searched(skeleton, checkpoint)
@@ -136,7 +136,7 @@ class Searched:
         return content
 
     def _keep(self, name: str, kind: int, content: Tensor) -> None:
-        """Keep the blocks of a matrix; where that cannot be, say so in the log once."""
+        """Store the blocks of a matrix; log the first failure."""
         if (file := self._file(name, kind)) is None:
             return
         try:

@@ -87,7 +87,7 @@ class Stack:
         self._there = True
 
     def _is_whole(self, path: Path) -> bool:
-        """Return whether a file that is there can be used; where not, say so in the log."""
+        """Return whether an existing file can be used; log why not."""
         with path.open("rb", buffering=0) as source:
             found = source.read(len(self._header)), os.fstat(source.fileno()).st_size
             if found != (self._header, self._whole):

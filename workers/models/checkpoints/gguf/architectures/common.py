@@ -65,7 +65,7 @@ def sizes_of(facts: Facts) -> Configuration:
 
 
 def everywhere(facts: Facts) -> Configuration:
-    """Return what every architecture has."""
+    """Return what all architectures have in common."""
     if facts.architecture in UNTIED:
         facts.need("output.weight")
     matrix = facts.tensors.get("blk.0.ffn_down.weight")

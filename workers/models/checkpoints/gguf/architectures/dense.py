@@ -119,7 +119,7 @@ def granite_factors(facts: Facts, head: int, logits: float | None) -> Configurat
 
 
 def _no_states(facts: Facts) -> None:
-    """Take what files of Granite 4 without states say of these, and of experts."""
+    """Remove what files of Granite 4 without states state about states and experts."""
     for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
         facts.whole(f"ssm.{key}", 0)
     if facts.architecture == "granite" and facts.whole("expert_count", 0):
@@ -201,7 +201,7 @@ def arcee(facts: Facts) -> Configuration:
 
 
 def exaone4(facts: Facts) -> Configuration:
-    """Three of four layers have a window where there is one, and they alone rotate."""
+    """If there is a window, three of four layers have it, and only they rotate."""
     found = {**with_rms(facts), "model_type": "exaone4", "hidden_act": "silu"}
     window = facts.whole("attention.sliding_window", 0)
     kinds = pattern(facts, 4)

@@ -43,7 +43,7 @@ def starcoder2(facts: Facts) -> Configuration:
 
 
 def starcoder(facts: Facts) -> Configuration:
-    """One head of keys for all queries, or as many as these."""
+    """One key head for all queries, or as many as query heads."""
     heads = facts.whole(HEADS)
     key_heads = facts.whole(KV_HEADS, heads)
     if key_heads not in (1, heads):
@@ -125,7 +125,7 @@ def jais2(facts: Facts) -> Configuration:
 
 
 def cohere2(facts: Facts) -> Configuration:
-    """Three of four layers have a window, and they alone rotate."""
+    """Three of four layers have a window, and only they rotate."""
     return {
         **common(facts),
         "model_type": "cohere2",

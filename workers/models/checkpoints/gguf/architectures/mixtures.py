@@ -252,7 +252,7 @@ def ernie4_5_moe(facts: Facts) -> Configuration:
 
 
 def minimax_m2(facts: Facts) -> Configuration:
-    """All layers have experts; the choice is corrected."""
+    """All layers have experts; their selection uses a correction bias."""
     found = {**with_rms(facts), **experts_of(facts, SIGMOID), "model_type": "minimax_m2"}
     return {
         **found,
@@ -262,13 +262,13 @@ def minimax_m2(facts: Facts) -> Configuration:
 
 
 def qwen3vlmoe(facts: Facts) -> Configuration:
-    """The language model alone, as of `qwen3vl`."""
+    """The language model only, as for `qwen3vl`."""
     qwen3vl(facts)
     return qwen3moe(facts)
 
 
 def hunyuan_moe(facts: Facts) -> Configuration:
-    """All layers have experts next to a shared one of their width."""
+    """All layers have experts and a shared one of the same width."""
     found = {**with_rms(facts), **experts_of(facts)}
     width = facts.whole("expert_feed_forward_length")
     shared = facts.whole("expert_shared_count", 1)

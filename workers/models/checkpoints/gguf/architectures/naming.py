@@ -74,7 +74,7 @@ class Naming:
 
 
 def _only(names: Iterable[str]) -> str | None:
-    """The name where there is one."""
+    """The name, if there is one."""
     found = [*names]
     return found[0] if len(found) == 1 else None
 

@@ -26,7 +26,7 @@ LINEAR = "linear_attention"
 
 
 def _delta(facts: Facts) -> Configuration:
-    """Gated DeltaNets, and attention with a gate behind it in every so many layers."""
+    """Gated DeltaNets, and gated attention in every n-th layer."""
     found = with_rms(facts)
     layers, every = range(found["num_hidden_layers"]), facts.whole("full_attention_interval", 4)
     values = facts.whole("ssm.time_step_rank")
@@ -83,7 +83,7 @@ def with_convolutions(facts: Facts) -> Configuration:
 
 
 def lfm2(facts: Facts) -> Configuration:
-    """The width of MLPs is in the file as it is, and not to be adjusted."""
+    """The file has the final width of MLPs; it needs no adjustment."""
     found = with_convolutions(facts)
     return {**found, "model_type": "lfm2", "block_auto_adjust_ff_dim": False}
 
