@@ -7,7 +7,7 @@ from dovetail.protocol.noise import random_seed, session_key
 from dovetail.protocol.settings import misfit
 from dovetail.runtime.engine.faults import reraise_exits, told
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.session.request import Request
+from dovetail.runtime.session.request import Request, begun, check_ids, check_least, too_long
 
 
 def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
@@ -24,17 +24,8 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
     least = sum(map(target.spelling.least_tokens, (submit.text or "", *(submit.turns or ()))))
     prompt = _prompt(submit, target) if least < context else ()
     if max(least, len(prompt)) >= context:
-        count = f"at least {least}" if least >= context else f"{len(prompt)}"
-        text = (
-            f"the prompt has {count} tokens, but the target holds at most {context} with its "
-            f"reply: shorten it to at most {context - 1}"
-        )
-        raise RequestError("prompt_too_long", text)
-    if (bad := next((t for t in prompt if t >= target.facts.size), None)) is not None:
-        raise RequestError(
-            "settings",
-            f"token id {bad} of the prompt is beyond the vocabulary of {target.facts.size}",
-        )
+        raise too_long(f"{len(prompt)}" if prompt else f"at least {least}", context)
+    check_ids("the prompt", prompt, target.facts.size)
     _check_sampling(submit, target)
     seed = random_seed() if submit.seed is None else submit.seed
     return Request(
@@ -56,21 +47,8 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
 
 def _check_sampling(submit: Submit, target: Worker) -> None:
     sampling = submit.sampling
-    if (
-        bad := next((token for token, _ in sampling.logit_bias if token >= target.facts.size), None)
-    ) is not None:
-        raise RequestError(
-            "settings",
-            f"token id {bad} of logit_bias is beyond the target's vocabulary of "
-            f"{target.facts.size}",
-        )
-    if (
-        bad := next((token for token in submit.end or () if token >= target.facts.size), None)
-    ) is not None:
-        raise RequestError(
-            "settings",
-            f"token id {bad} of end is beyond the target's vocabulary of {target.facts.size}",
-        )
+    check_ids("logit_bias", (token for token, _ in sampling.logit_bias), target.facts.size)
+    check_ids("end", submit.end or (), target.facts.size)
     if submit.scored and submit.logprobs is None:
         raise RequestError(
             "settings",
@@ -85,12 +63,7 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
             "only commands read: send the numbers in it"
         )
         raise RequestError("settings", text)
-    if sampling.min_tokens > submit.max_tokens:
-        raise RequestError(
-            "settings",
-            f"min_tokens ({sampling.min_tokens}) is more than max_tokens ({submit.max_tokens}): "
-            "lower one or raise the other",
-        )
+    check_least(sampling.min_tokens, submit.max_tokens)
 
 
 def attempt(submit: Submit, target: Worker, client: str = "") -> Request | RequestError:
@@ -118,12 +91,4 @@ def _prompt(submit: Submit, target: Worker) -> tuple[int, ...]:
         prompt = target.text().encode(submit.text)
     else:
         prompt = target.text().encode_turns(submit.turns or ())
-    if not prompt and target.facts.begin is not None:
-        prompt = (target.facts.begin,)
-    if not prompt:
-        raise RequestError(
-            "settings",
-            "the prompt is empty, and the target has no token that begins a text: give it at "
-            "least one token",
-        )
-    return prompt
+    return begun(prompt, target.facts.begin)

@@ -4,7 +4,8 @@ fit raises an `ApiError` naming the field."""
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from dovetail.runtime.http.bodies import (
     Wishes,
 )
 from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.session.request import begun, check_ids, check_least, too_long
 from dovetail.runtime.text.tokenizer import against_values
 
 COMPLETION_TOKENS = 16  # tokens of a text completion without `max_tokens`: OpenAI's default
@@ -129,12 +131,10 @@ def tokens_of(body: TokenizeBody, target: Target, defaults: Defaults) -> tuple[i
     """Return the token ids of a text or of messages."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either a prompt or messages", param="prompt")
-    try:
+    with _refusing("prompt" if body.prompt is not None else "messages"):
         if body.prompt is not None:
             return target.text.encode(body.prompt, special=body.add_special_tokens)
         return _rendered(body, target, defaults.template, reply=body.add_generation_prompt)
-    except RequestError as error:
-        raise _refused(error, "prompt" if body.prompt is not None else "messages") from None
 
 
 def _order(
@@ -152,13 +152,8 @@ def _order(
     wishes = body.dovetail or Wishes()
     most = MAX_TOKENS if most < 0 else min(most, MAX_TOKENS)
     sampling = _sampling(body, target, defaults.sampling)
-    if sampling.min_tokens > most:
-        raise ApiError(
-            400,
-            f"min_tokens ({sampling.min_tokens}) is more than max_tokens ({most}): lower one or "
-            "raise the other",
-            param="min_tokens",
-        )
+    with _refusing("min_tokens"):
+        check_least(sampling.min_tokens, most)
     seed = random_seed() if body.seed is None else body.seed % (1 << 63)
     end = _end(body, target)
 
@@ -249,15 +244,8 @@ def _sampling(body: Decoding, target: Target, base: SamplingSettings) -> Samplin
     if body.top_k is not None:
         said["top_k"] = max(0, body.top_k)
     if body.logit_bias is not None:
-        size = target.described.vocabulary.size
-        if (
-            beyond := next((token for token in body.logit_bias if int(token) >= size), None)
-        ) is not None:
-            raise ApiError(
-                400,
-                f"token id {beyond} of logit_bias is beyond the vocabulary of {size}",
-                param="logit_bias",
-            )
+        with _refusing("logit_bias"):
+            check_ids("logit_bias", map(int, body.logit_bias), target.described.vocabulary.size)
         said["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
         if len(said["logit_bias"]) < len(body.logit_bias):
             raise ApiError(
@@ -270,15 +258,9 @@ def _end(body: Decoding, target: Target) -> tuple[int, ...] | None:
     """Return the ids that end the reply, if these are not just the target's."""
     if not body.ignore_eos and not body.stop_token_ids:
         return None
-    size = target.described.vocabulary.size
-    if (
-        beyond := next((token for token in body.stop_token_ids or () if token >= size), None)
-    ) is not None:
-        raise ApiError(
-            400,
-            f"token id {beyond} of stop_token_ids is beyond the vocabulary of {size}",
-            param="stop_token_ids",
-        )
+    with _refusing("stop_token_ids"):
+        size = target.described.vocabulary.size
+        check_ids("stop_token_ids", body.stop_token_ids or (), size)
     own = () if body.ignore_eos else target.described.vocabulary.end
     ends = tuple(dict.fromkeys((*own, *(body.stop_token_ids or ()))))
     if len(ends) > MAX_ENDS:
@@ -295,10 +277,8 @@ def _end(body: Decoding, target: Target) -> tuple[int, ...] | None:
 
 
 def _messages(body: ChatBody, target: Target, defaults: Mapping[str, Any]) -> tuple[int, ...]:
-    try:
-        return _checked(_rendered(body, target, defaults), target, "messages")
-    except RequestError as error:
-        raise _refused(error, "messages") from None
+    with _refusing("messages"):
+        return _checked(_rendered(body, target, defaults), target)
 
 
 def _rendered(
@@ -311,17 +291,23 @@ def _rendered(
     """Return the token ids of messages in the target's chat template."""
     messages = [(message.role, message.text) for message in body.messages or ()]
     texts = [[text] if isinstance(text, str) else text for _, text in messages]
-    _check_length(chain.from_iterable(texts), target, "messages")
+    _check_length(chain.from_iterable(texts), target)
     values = _template_values(body.chat_template_kwargs, target, defaults)
     text = target.text.render_messages(messages, reply=reply, values=values)
-    _check_length([text], target, "messages")
+    _check_length([text], target)
     return target.text.encode(text, special=False)
 
 
-def _refused(error: RequestError, param: str) -> ApiError:
-    """Return the API error for a prompt that cannot be tokenized."""
-    internal = error.code == "internal"
-    return ApiError(500, str(error)) if internal else ApiError(400, str(error), param=param)
+@contextmanager
+def _refusing(param: str) -> Iterator[None]:
+    """Turn a `RequestError` into the API error about a field."""
+    try:
+        yield
+    except RequestError as error:
+        if error.code == "internal":
+            raise ApiError(500, str(error)) from None
+        code = "context_length_exceeded" if error.code == "prompt_too_long" else None
+        raise ApiError(400, str(error), param=param, code=code) from None
 
 
 def _template_values(
@@ -344,50 +330,26 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
 
 
 def _prompt(given: str | list[int], target: Target) -> tuple[int, ...]:
-    if not isinstance(given, str):
-        return _checked(tuple(given), target, "prompt")
-    _check_length([given], target, "prompt")
-    try:
-        return _checked(target.text.encode(given), target, "prompt")
-    except RequestError as error:
-        raise _refused(error, "prompt") from None
+    with _refusing("prompt"):
+        if not isinstance(given, str):
+            return _checked(tuple(given), target)
+        _check_length([given], target)
+        return _checked(target.text.encode(given), target)
 
 
-def _check_length(texts: Iterable[str], target: Target, param: str) -> None:
+def _check_length(texts: Iterable[str], target: Target) -> None:
     """Refuse prompts that cannot fit before tokenizing them, which takes long for very long
     ones."""
     sizes = [(len(text), target.text.least_tokens(text)) for text in texts]
-    if (
-        sum(least for _, least in sizes) >= target.context
-        or sum(size for size, _ in sizes) > MAX_TEXT
-    ):
-        raise _too_long(f"at least {sum(least for _, least in sizes)}", target, param)
+    least = sum(least for _, least in sizes)
+    if least >= target.context or sum(size for size, _ in sizes) > MAX_TEXT:
+        raise too_long(f"at least {least}", target.context)
 
 
-def _checked(prompt: tuple[int, ...], target: Target, param: str) -> tuple[int, ...]:
-    """Return a prompt that the target can read; an empty one becomes the token that begins a
-    text."""
-    begin, size = target.described.vocabulary.begin, target.described.vocabulary.size
-    if not prompt and begin is None:
-        raise ApiError(
-            400,
-            "the prompt is empty, and the target has no token that begins a text: give it at "
-            "least one token",
-            param=param,
-        )
-    prompt = prompt or (begin or 0,)
+def _checked(prompt: tuple[int, ...], target: Target) -> tuple[int, ...]:
+    """Return a prompt that the target can read."""
+    prompt = begun(prompt, target.described.vocabulary.begin)
     if len(prompt) >= min(target.context, MAX_TOKENS):
-        raise _too_long(str(len(prompt)), target, param)
-    if (beyond := next((token for token in prompt if token >= size), None)) is not None:
-        raise ApiError(
-            400, f"token id {beyond} of the prompt is beyond the vocabulary of {size}", param=param
-        )
+        raise too_long(f"{len(prompt)}", target.context)
+    check_ids("the prompt", prompt, target.described.vocabulary.size)
     return prompt
-
-
-def _too_long(count: str, target: Target, param: str) -> ApiError:
-    text = (
-        f"the prompt has {count} tokens, but the target holds at most {target.context} with its "
-        f"reply: shorten it to at most {target.context - 1}"
-    )
-    return ApiError(400, text, param=param, code="context_length_exceeded")

@@ -1,8 +1,9 @@
 """A client's request in tokens, and the command that opens its session on a worker. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.session.kept import Base, pack
@@ -107,3 +108,34 @@ def base_of(command: Open) -> Base | None:
     if command.base is None:
         return None
     return Base(command.base, command.kept, command.shared)
+
+
+# -- checks of what a client sends, which the HTTP process makes, too ------------------------------
+
+
+def check_ids(where: str, ids: Iterable[int], size: int) -> None:
+    """Raise `RequestError` for a token id of `where` beyond a vocabulary of this size."""
+    if (beyond := next((token for token in ids if token >= size), None)) is not None:
+        text = f"token id {beyond} of {where} is beyond the vocabulary of {size}"
+        raise RequestError("settings", text)
+
+
+def too_long(count: str, context: int) -> RequestError:
+    """Return the error for a prompt of this many tokens, which leaves no room for a reply."""
+    text = f"the prompt has {count} tokens, but the target holds at most {context} with its reply: "
+    return RequestError("prompt_too_long", f"{text}shorten it to at most {context - 1}")
+
+
+def begun(prompt: tuple[int, ...], begin: int | None) -> tuple[int, ...]:
+    """Return a prompt; an empty one becomes `begin`, the token that begins a text, if any."""
+    if not prompt and begin is None:
+        text = "the prompt is empty, and the target has no token that begins a text: give it at "
+        raise RequestError("settings", f"{text}least one token")
+    return prompt or (begin or 0,)
+
+
+def check_least(min_tokens: int, max_tokens: int) -> None:
+    """Raise `RequestError` if a reply must be longer than it may be."""
+    if min_tokens > max_tokens:
+        text = f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens}): lower one or "
+        raise RequestError("settings", f"{text}raise the other")
