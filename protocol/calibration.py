@@ -248,7 +248,7 @@ class Calibration(Frozen):
     """Seconds that messages, coordinator and HTTP add to a round without a draft, if measured."""
 
 
-class Reading(Frozen):
+class ReadingCosts(Frozen):
     """Seconds to prefill a prompt with a model on the CPU: on the CPU itself, and with its weights
     streamed through a device."""
 

@@ -23,7 +23,7 @@ from dovetail.protocol.calibration import (
     ContextCurve,
     DeviceCosts,
     Positive,
-    Reading,
+    ReadingCosts,
     Seconds,
 )
 from dovetail.protocol.errors import UserError
@@ -77,7 +77,7 @@ class Entry(Frozen):
     linears: tuple[LinearChoice, ...] = ()
     calibrations: tuple[Calibration, ...] = ()  # at most one for each back end
     levels: ContextCurve | None = None  # t_D of a draft, a level of its tree
-    readings: tuple[Reading, ...] = ()
+    readings: tuple[ReadingCosts, ...] = ()
     """Seconds to prefill a prompt with a target on the CPU, at most one entry per device."""
     devices: tuple[DeviceCosts, ...] = ()  # costs of a target's parts, at most one for each device
 
@@ -97,7 +97,7 @@ class Entry(Frozen):
         others = tuple(c for c in self.calibrations if c.backend != calibration.backend)
         return self.model_copy(update={"calibrations": (*others, calibration)})
 
-    def with_reading(self, reading: Reading) -> "Entry":
+    def with_reading(self, reading: ReadingCosts) -> "Entry":
         """Return the entry with this reading in place of that of the same device."""
         others = tuple(r for r in self.readings if r.device != reading.device)
         return self.model_copy(update={"readings": (*others, reading)})

@@ -41,7 +41,7 @@ from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, Reading
+from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, ReadingCosts
 from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError
 from dovetail.protocol.files import writing
 from dovetail.protocol.profile import (
@@ -259,7 +259,7 @@ def _keep_target(
     read, parts = found["reading"], found["device"]
     _keep(profile, key, lambda entry: entry.with_calibration(calibration))
     if read is not None:
-        _keep(profile, key, lambda entry: entry.with_reading(read_found(Reading, read)))
+        _keep(profile, key, lambda entry: entry.with_reading(read_found(ReadingCosts, read)))
     if parts is not None:
         _keep(profile, key, lambda entry: entry.with_device(read_found(DeviceCosts, parts)))
 

@@ -10,7 +10,7 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import FILE, json_option
 from dovetail.launch.console.terminal import counted
 from dovetail.runtime.record.recording import Recording, read_recording
-from dovetail.runtime.record.replay import Difference, Replay
+from dovetail.runtime.record.replay import Replay, ReplayDifference
 
 
 @click.command(cls=HelpCommand)
@@ -39,7 +39,7 @@ def command(context: click.Context, file: Path, as_json: bool) -> None:
 def report(
     context: click.Context,
     recording: Recording,
-    difference: Difference | None,
+    difference: ReplayDifference | None,
     found: dict[str, Any],
     words: str,
     *,

@@ -10,10 +10,10 @@ import click
 from dovetail.launch.console.terminal import counted, print_table
 from dovetail.launch.files.charts import Curve, draw
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, Reading
+from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, ReadingCosts
 from dovetail.protocol.experts import Routing
 
-ReadT = TypeVar("ReadT", Calibration, ContextCurve, DeviceCosts, Reading)
+ReadT = TypeVar("ReadT", Calibration, ContextCurve, DeviceCosts, ReadingCosts)
 TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 

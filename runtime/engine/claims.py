@@ -23,7 +23,7 @@ from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.stored import StoredReply
 from dovetail.runtime.fleet.outbox import MAX_JOINED
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.fleet.registry import Service
+from dovetail.runtime.fleet.registry import ServiceState
 from dovetail.runtime.session.kept import TOKEN_BYTES, Kept
 from dovetail.runtime.session.session import Session
 
@@ -167,7 +167,7 @@ class Claims:
                 self._waiting.remove(claim)
                 yield claim, target
 
-    def late(self, service: Service) -> Iterator[tuple[Claim, RequestError]]:
+    def late(self, service: ServiceState) -> Iterator[tuple[Claim, RequestError]]:
         """Yield the claims that have waited too long, and why they end: all, if the service is
         ending."""
         for claim in [*self._waiting]:

@@ -52,7 +52,7 @@ from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
-from dovetail.runtime.fleet.registry import Registry, Service
+from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.moves.moving import MOST_LOOKED_AT, Moving
 from dovetail.runtime.moves.reading_ahead import ReadingAhead
 from dovetail.runtime.moves.rebalancing import Rebalancing
@@ -98,7 +98,7 @@ class Coordinator:
         self.epoch = secrets.randbits(62)
         if journal is not None:
             journal.begin(self.epoch)
-        self.service = Service(self.epoch, supervised_ns=clock_ns())
+        self.service = ServiceState(self.epoch, supervised_ns=clock_ns())
         self.registry = Registry(self.epoch)
         self._ticked_ns = clock_ns()
         self._running: dict[int, RunningRequest] = {}

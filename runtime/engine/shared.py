@@ -17,7 +17,7 @@ from dovetail.runtime.fleet.outbox import TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
-from dovetail.runtime.fleet.registry import Registry, Service
+from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.session.kept import TOKEN_BYTES as PACKED_BYTES
@@ -51,7 +51,7 @@ class Shared:
     hub: Hub
     acts: Acts
     settings: CoordinatorSettings
-    service: Service
+    service: ServiceState
     running: dict[int, RunningRequest]  # the sessions by their numbers, including trials
     census: Census
     registry: Registry

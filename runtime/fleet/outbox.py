@@ -50,7 +50,7 @@ def size_of(message: Message) -> int:
 
 
 @dataclass
-class _Piece:
+class _TextPiece:
     """One message to be sent, or consecutive texts of one request."""
 
     request: int  # -1: none
@@ -79,8 +79,8 @@ class Outbox:
     """The messages that wait for one client."""
 
     def __init__(self) -> None:
-        self._waiting: deque[_Piece] = deque()
-        self._open: dict[int, _Piece] = {}
+        self._waiting: deque[_TextPiece] = deque()
+        self._open: dict[int, _TextPiece] = {}
         """By request: the waiting text that can still be added to."""
         self._begun: set[int] = set()  # requests with text sent that have not ended
         self.bytes = 0  # approximate bytes of the waiting messages in memory
@@ -98,7 +98,7 @@ class Outbox:
         self.bytes += size
         if not isinstance(message, Emitted):
             self._open.pop(request, None)
-            self._waiting.append(_Piece(request, [message], bytes=size))
+            self._waiting.append(_TextPiece(request, [message], bytes=size))
             if isinstance(message, Finished | Failed):
                 self._begun.discard(request)
             self._patience_ns = min(
@@ -110,7 +110,7 @@ class Outbox:
             self._patience_ns = 0
         piece = self._open.get(request)
         if piece is None or piece.tokens >= MAX_JOINED:
-            piece = self._open[request] = _Piece(request, [])
+            piece = self._open[request] = _TextPiece(request, [])
             self._waiting.append(piece)
         piece.messages.append(message)
         piece.tokens += len(message.tokens)
@@ -157,7 +157,7 @@ class Outbox:
         self._waiting = deque(piece for piece in self._waiting if piece.request != request)
         self.bytes = sum(piece.bytes for piece in self._waiting)
 
-    def _take_first(self) -> _Piece:
+    def _take_first(self) -> _TextPiece:
         piece = self._waiting.popleft()
         self.bytes -= piece.bytes
         if self._open.get(piece.request) is piece:

@@ -22,7 +22,7 @@ from dovetail.runtime.fleet.scheduler import Turns
 
 
 @dataclass
-class Service:
+class ServiceState:
     """State that concerns all sessions of one coordinator."""
 
     epoch: int

@@ -26,7 +26,7 @@ A = TypeVar("A", Described, Reported, Seen, Recalled)
 
 
 @dataclass(frozen=True)
-class Target:
+class RequestTarget:
     """The current target of requests."""
 
     described: Described

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 
-from dovetail.runtime.http.asked import Target
+from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Gateway
 from dovetail.runtime.telemetry.live_stats import LiveStats
@@ -69,7 +69,7 @@ class Watch:
         gateway: Gateway,
         *,
         shown: Shown,
-        name: Callable[[Target], str],
+        name: Callable[[RequestTarget], str],
         called: Callable[[str], str],
         about: Mapping[str, Any],
     ) -> None:
@@ -106,14 +106,14 @@ class Watch:
         self._live_stats.hear(await self._gateway.status())
         self._heard_s = asyncio.get_running_loop().time()
 
-    async def _target(self) -> Target | None:
+    async def _target(self) -> RequestTarget | None:
         try:
             return await self._gateway.target()
         except ApiError:
             return None
 
 
-def _spelt(target: Target, token: int) -> str:
+def _spelt(target: RequestTarget, token: int) -> str:
     return label(target.text.piece(token))
 
 

@@ -72,7 +72,7 @@ class Times(Collector):
 
 
 @dataclass
-class Watch:
+class ReplyWatch:
     """Times one reply as a client waits for it."""
 
     began_s: float
@@ -126,9 +126,11 @@ class Exposition:
             "dovetail_http_connections", "HTTP connections that are open.", registry=self._registry
         )
 
-    def watch(self, model: str, began_s: float) -> "Watch":
+    def watch(self, model: str, began_s: float) -> "ReplyWatch":
         """Return a watch for a reply of this model to a request that arrived then."""
-        return Watch(began_s, self._first.of(model), self._between.of(model), self._whole.of(model))
+        return ReplyWatch(
+            began_s, self._first.of(model), self._between.of(model), self._whole.of(model)
+        )
 
     def text(
         self,

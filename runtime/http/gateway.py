@@ -44,7 +44,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import ANSWER_S
 from dovetail.runtime.client import no_answer
-from dovetail.runtime.http.asked import A, Asked, Questions, Target, Told
+from dovetail.runtime.http.asked import A, Asked, Questions, RequestTarget, Told
 from dovetail.runtime.http.errors import ApiError, of_failure, unavailable
 from dovetail.runtime.text.tokenizer import TextCodec, codec_of
 
@@ -93,7 +93,7 @@ class Gateway:
         self._questions = Questions()
         self._unsent: deque[Message] = deque()
         self._due = False
-        self._target: Target | None = None
+        self._target: RequestTarget | None = None
         self._codec: TextCodec | None = None
         """The last target's, reused if the next target has the same tokenizer."""
         self._target_s = 0.0  # when it was last known to exist, on the loop's clock
@@ -170,7 +170,7 @@ class Gateway:
         if self._asked.pop(number, None) is not None and self._there:
             self._send(Cancel(epoch=self._epoch, request=number))
 
-    async def target(self) -> Target:
+    async def target(self) -> RequestTarget:
         """Return the target of requests, querying it if it may have changed; raise `ApiError` if
         there is none."""
         self._check_there()
@@ -194,7 +194,7 @@ class Gateway:
                     None, codec_of, described, self._codec
                 )
                 self._codec = text
-                self._target, self._target_s = Target(described, text), now_s
+                self._target, self._target_s = RequestTarget(described, text), now_s
             return self._target
 
     def forget_target(self) -> None:

@@ -14,7 +14,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Submit
 from dovetail.protocol.noise import random_seed
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
-from dovetail.runtime.http.asked import Target
+from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.bodies import (
     MAX_CHOICES,
     ChatBody,
@@ -77,7 +77,7 @@ class Order:
         return self.echo[index // self.copies] if self.echo is not None else ""
 
 
-def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = "") -> Order:
+def chat_order(body: ChatBody, target: RequestTarget, defaults: Defaults, owner: str = "") -> Order:
     """Return the request of a chat completion."""
     _check_best_of(body)
     if body.top_logprobs and not body.logprobs:
@@ -94,7 +94,7 @@ def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = 
 
 
 def completion_order(
-    body: CompletionBody, target: Target, defaults: Defaults, owner: str = ""
+    body: CompletionBody, target: RequestTarget, defaults: Defaults, owner: str = ""
 ) -> Order:
     """Return the request of a text completion."""
     _check_best_of(body)
@@ -127,7 +127,7 @@ def completion_order(
     )
 
 
-def tokens_of(body: TokenizeBody, target: Target, defaults: Defaults) -> tuple[int, ...]:
+def tokens_of(body: TokenizeBody, target: RequestTarget, defaults: Defaults) -> tuple[int, ...]:
     """Return the token ids of a text or of messages."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either a prompt or messages", param="prompt")
@@ -141,7 +141,7 @@ def _order(
     kind: Kind,
     body: Decoding,
     prompts: Sequence[tuple[int, ...]],
-    target: Target,
+    target: RequestTarget,
     defaults: Defaults,
     *,
     owner: str,
@@ -196,7 +196,7 @@ def _order(
 
 
 def _check_room(
-    body: Decoding, prompts: Iterable[tuple[int, ...]], target: Target, defaults: Defaults
+    body: Decoding, prompts: Iterable[tuple[int, ...]], target: RequestTarget, defaults: Defaults
 ) -> None:
     """Refuse a min_tokens that does not fit, and a max_tokens that may not be lowered."""
     longest = max(map(len, prompts))
@@ -238,7 +238,7 @@ def _check_best_of(body: Decoding) -> None:
         )
 
 
-def _sampling(body: Decoding, target: Target, base: SamplingSettings) -> Sampling:
+def _sampling(body: Decoding, target: RequestTarget, base: SamplingSettings) -> Sampling:
     """Return the processors of a request: its fields, and the settings for the others."""
     said = {name: value for name in OVERRIDES if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
@@ -254,7 +254,7 @@ def _sampling(body: Decoding, target: Target, base: SamplingSettings) -> Samplin
     return Sampling(**{**{name: getattr(base, name) for name in Sampling.model_fields}, **said})
 
 
-def _end(body: Decoding, target: Target) -> tuple[int, ...] | None:
+def _end(body: Decoding, target: RequestTarget) -> tuple[int, ...] | None:
     """Return the ids that end the reply, if these are not just the target's."""
     if not body.ignore_eos and not body.stop_token_ids:
         return None
@@ -276,14 +276,16 @@ def _end(body: Decoding, target: Target) -> tuple[int, ...] | None:
 # -- prompts ---------------------------------------------------------------------------------------
 
 
-def _messages(body: ChatBody, target: Target, defaults: Mapping[str, Any]) -> tuple[int, ...]:
+def _messages(
+    body: ChatBody, target: RequestTarget, defaults: Mapping[str, Any]
+) -> tuple[int, ...]:
     with _refusing("messages"):
         return _checked(_rendered(body, target, defaults), target)
 
 
 def _rendered(
     body: ChatBody | TokenizeBody,
-    target: Target,
+    target: RequestTarget,
     defaults: Mapping[str, Any],
     *,
     reply: bool = True,
@@ -311,7 +313,7 @@ def _refusing(param: str) -> Iterator[None]:
 
 
 def _template_values(
-    given: Mapping[str, Any] | None, target: Target, defaults: Mapping[str, Any]
+    given: Mapping[str, Any] | None, target: RequestTarget, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return the additional variables of a request for the chat template, with the defaults."""
     if why_not := against_values(given or {}, target.described.vocabulary.template):
@@ -329,7 +331,7 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
     return given
 
 
-def _prompt(given: str | list[int], target: Target) -> tuple[int, ...]:
+def _prompt(given: str | list[int], target: RequestTarget) -> tuple[int, ...]:
     with _refusing("prompt"):
         if not isinstance(given, str):
             return _checked(tuple(given), target)
@@ -337,7 +339,7 @@ def _prompt(given: str | list[int], target: Target) -> tuple[int, ...]:
         return _checked(target.text.encode(given), target)
 
 
-def _check_length(texts: Iterable[str], target: Target) -> None:
+def _check_length(texts: Iterable[str], target: RequestTarget) -> None:
     """Refuse prompts that cannot fit before tokenizing them, which takes long for very long
     ones."""
     sizes = [(len(text), target.text.least_tokens(text)) for text in texts]
@@ -346,7 +348,7 @@ def _check_length(texts: Iterable[str], target: Target) -> None:
         raise too_long(f"at least {least}", target.context)
 
 
-def _checked(prompt: tuple[int, ...], target: Target) -> tuple[int, ...]:
+def _checked(prompt: tuple[int, ...], target: RequestTarget) -> tuple[int, ...]:
     """Return a prompt that the target can read."""
     prompt = begun(prompt, target.described.vocabulary.begin)
     if len(prompt) >= min(target.context, MAX_TOKENS):

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dovetail.protocol.messages import Result, TokenLogprobs
-from dovetail.runtime.http.asked import Target
+from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.orders import Order
 from dovetail.runtime.http.reply import Part, Reply, ShownToken
-from dovetail.runtime.http.resuming import Place, beyond, event_id
+from dovetail.runtime.http.resuming import StreamPlace, beyond, event_id
 from dovetail.runtime.text.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
@@ -31,7 +31,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 def open_writer(
-    order: Order, target: Target, model: str, places: Sequence[Place | None] = ()
+    order: Order, target: RequestTarget, model: str, places: Sequence[StreamPlace | None] = ()
 ) -> "Writer":
     """Return the writer of an order's response. `places`: what a returning client has."""
     return (ChatWriter if order.kind == "chat" else TextWriter)(order, target, model, places)
@@ -44,7 +44,11 @@ class Writer(ABC):
     whole_object: str
 
     def __init__(
-        self, order: Order, target: Target, model: str, places: Sequence[Place | None] = ()
+        self,
+        order: Order,
+        target: RequestTarget,
+        model: str,
+        places: Sequence[StreamPlace | None] = (),
     ) -> None:
         """`places`: what a returning client has of each reply."""
         self.replies = [Reply(order, index, target) for index in range(len(order.submits))]
@@ -59,7 +63,9 @@ class Writer(ABC):
         self._begin = f'data: {json.dumps(self._head, separators=(",", ":"))[:-1]},"choices":['
         self._end = '],"usage":null}\n\n' if order.usage_chunk else "]}\n\n"
         known = dict(enumerate(places[: len(order.submits)]))
-        self._streamed = [Place() if known.get(reply.index) else None for reply in self.replies]
+        self._streamed = [
+            StreamPlace() if known.get(reply.index) else None for reply in self.replies
+        ]
         """The streamed part of each reply; None before its first chunk."""
         self._has = {index: place for index, place in known.items() if place is not None}
         """The parts that the client has, and does not get again."""
@@ -94,7 +100,7 @@ class Writer(ABC):
         """Return the part that a returning client lacks, or None."""
         if (has := self._has.get(index)) is None:
             return part
-        before = self._streamed[index] or Place()
+        before = self._streamed[index] or StreamPlace()
         whole = _behind(before, part)
         more = has.characters > whole.characters or has.tokens > whole.tokens
         if whole.ended and (more or (has.ended and has != whole)):
@@ -104,7 +110,7 @@ class Writer(ABC):
         left = Part(part.text[characters:], part.tokens[tokens:], None if has.ended else part.ended)
         if left.text or left.tokens or left.ended is not None:
             skipped = min(characters, len(part.text)), min(tokens, len(part.tokens))
-            self._streamed[index] = Place(
+            self._streamed[index] = StreamPlace(
                 before.characters + skipped[0], before.tokens + skipped[1]
             )
             return left
@@ -113,7 +119,7 @@ class Writer(ABC):
 
     def _count(self, index: int, part: Part) -> None:
         """Note that a part has been streamed."""
-        self._streamed[index] = _behind(self._streamed[index] or Place(), part)
+        self._streamed[index] = _behind(self._streamed[index] or StreamPlace(), part)
 
     @property
     def comment(self) -> bytes:
@@ -236,10 +242,10 @@ class Writer(ABC):
         }
 
 
-def _behind(place: Place, part: Part) -> Place:
+def _behind(place: StreamPlace, part: Part) -> StreamPlace:
     """Return the streamed part of a reply, once another part has been streamed."""
     characters, tokens = place.characters + len(part.text), place.tokens + len(part.tokens)
-    return Place(characters, tokens, part.ended is not None)
+    return StreamPlace(characters, tokens, part.ended is not None)
 
 
 class ChatWriter(Writer):

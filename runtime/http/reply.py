@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dovetail.protocol.messages import Emitted, Failed, PromptScored, Result, TokenLogprobs
-from dovetail.runtime.http.asked import Target, Told
+from dovetail.runtime.http.asked import RequestTarget, Told
 from dovetail.runtime.http.decoding import ended_early
 from dovetail.runtime.http.errors import of_failure
 from dovetail.runtime.http.orders import Order
@@ -87,7 +87,7 @@ class Tokens:
 class Reply:
     """The reply of one number in an order."""
 
-    def __init__(self, order: Order, index: int, target: Target) -> None:
+    def __init__(self, order: Order, index: int, target: RequestTarget) -> None:
         self.index = index
         self.result: Result | None = None
         self.completion_tokens = 0

@@ -19,7 +19,7 @@ PLACE = re.compile(r"(\d{1,12})(?:\.(\d{1,12})(e?))?")
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPlace:
     """The part of a reply that has been streamed."""
 
     characters: int = 0
@@ -42,25 +42,27 @@ class Resumed:
 
     name: str
     created: int
-    places: Sequence[Place | None] = ()
+    places: Sequence[StreamPlace | None] = ()
     """For each reply; None or missing: nothing has been streamed."""
 
 
-def event_id(name: str, places: Sequence[Place | None]) -> str:
+def event_id(name: str, places: Sequence[StreamPlace | None]) -> str:
     """Return the id of an event, after which this much has been streamed."""
     return f"{name}:{','.join('' if place is None else str(place) for place in places)}"
 
 
-def read_event_id(text: str) -> tuple[str, tuple[Place | None, ...]]:
+def read_event_id(text: str) -> tuple[str, tuple[StreamPlace | None, ...]]:
     """Return a response's id, or "", and what was streamed; a number alone: characters."""
     name, _, told = text.strip().rpartition(":")
-    places: list[Place | None] = []
+    places: list[StreamPlace | None] = []
     for part in told.split(","):
         found = PLACE.fullmatch(part)
         if part and found is None:
             raise no_event(text)
         places.append(
-            Place(int(found[1]), int(found[2] or 0), bool(found[3])) if found is not None else None
+            StreamPlace(int(found[1]), int(found[2] or 0), bool(found[3]))
+            if found is not None
+            else None
         )
     return name, tuple(places)
 
@@ -75,7 +77,7 @@ def no_event(text: str) -> ApiError:
     )
 
 
-def beyond(place: Place, whole: Place) -> ApiError:
+def beyond(place: StreamPlace, whole: StreamPlace) -> ApiError:
     """Return the error for a Last-Event-ID beyond the end of its reply."""
     return ApiError(
         400,

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.protocol.messages import Emitted, Reported
-from dovetail.runtime.http.asked import Target
+from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.dashboard import Shown
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
@@ -93,11 +93,11 @@ class Service:
         for run in [*self.runs]:
             run.fail(unavailable("the server is ending: try again once another is running"))
 
-    def name_of(self, target: Target) -> str:
+    def name_of(self, target: RequestTarget) -> str:
         """Return the name under which the target is served."""
         return self.terms.model or target.name(self.terms.names)
 
-    async def target(self, model: str | None = None) -> Target:
+    async def target(self, model: str | None = None) -> RequestTarget:
         """Return the target; raise `ApiError` if there is none, or if a client requests another
         model."""
         target = await self.gateway.target()
@@ -187,7 +187,7 @@ class Service:
             return writer, self.name_of(target)
         raise unavailable("the target's vocabulary keeps changing: try again later")
 
-    async def _order(self, body: ChatOrTextBody, target: Target, owner: str) -> Order:
+    async def _order(self, body: ChatOrTextBody, target: RequestTarget, owner: str) -> Order:
         def read() -> Order:
             if isinstance(body, ChatBody):
                 return chat_order(body, target, self.terms.defaults, owner)

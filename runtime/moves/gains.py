@@ -26,7 +26,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Place:
+class TargetLoad:
     """A target with its sessions."""
 
     name: bytes
@@ -68,7 +68,7 @@ Asks = Callable[[int, bytes], Price | None]
 """Returns the price of moving a session to a target; None: it may not move there."""
 
 
-def best_move(places: Sequence[Place], price: Asks) -> Gain | None:
+def best_move(places: Sequence[TargetLoad], price: Asks) -> Gain | None:
     """Return the most profitable move of one session; None: none is worth it."""
     worth = [
         gain for gain in _gains(places, price) if gain.saved_s >= max(LEAST_S, WORTH * gain.cost_s)
@@ -76,14 +76,14 @@ def best_move(places: Sequence[Place], price: Asks) -> Gain | None:
     return max(worth, key=lambda gain: gain.saved_s - gain.cost_s, default=None)
 
 
-def _gains(places: Sequence[Place], price: Asks) -> Iterator[Gain]:
+def _gains(places: Sequence[TargetLoad], price: Asks) -> Iterator[Gain]:
     for old in places:
         for new in places:
             if new is not old:
                 yield from _between(old, new, price)
 
 
-def _between(old: Place, new: Place, price: Asks) -> Iterable[Gain]:
+def _between(old: TargetLoad, new: TargetLoad, price: Asks) -> Iterable[Gain]:
     """Yield the moves from one target to another that save enough."""
     before_s = old.left_s() + new.left_s()
     for seat in old.seats:

@@ -17,7 +17,7 @@ from dovetail.runtime.fleet.beginnings import comes_later, has_room, held_on, ne
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry, Service
+from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.moves.recovery import Recovery
 from dovetail.runtime.session.draft_sync import Joining
 from dovetail.runtime.session.kept import Base
@@ -34,7 +34,7 @@ class Moving:
 
     def __init__(
         self,
-        service: Service,
+        service: ServiceState,
         running: Mapping[int, RunningRequest],
         registry: Registry,
         placement: Placement,

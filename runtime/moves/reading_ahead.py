@@ -11,7 +11,7 @@ from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Service
+from dovetail.runtime.fleet.registry import ServiceState
 from dovetail.runtime.moves.moving import Moving
 
 MOST_LAG = 8
@@ -40,7 +40,7 @@ class ReadingAhead:
 
     def __init__(
         self,
-        service: Service,
+        service: ServiceState,
         running: Mapping[int, RunningRequest],
         placement: Placement,
         moving: Moving,

@@ -19,8 +19,8 @@ from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry, Service
-from dovetail.runtime.moves.gains import Gain, Place, Price, Seat, best_move
+from dovetail.runtime.fleet.registry import Registry, ServiceState
+from dovetail.runtime.moves.gains import Gain, Price, Seat, TargetLoad, best_move
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.session.state import State
@@ -55,7 +55,7 @@ class Rebalancing:
 
     def __init__(
         self,
-        service: Service,
+        service: ServiceState,
         running: Mapping[int, RunningRequest],
         registry: Registry,
         placement: Placement,
@@ -187,7 +187,7 @@ class Rebalancing:
 
     # -- what it brings ----------------------------------------------------------------------------
 
-    def _places(self, targets: Sequence[Worker]) -> Sequence[Place]:
+    def _places(self, targets: Sequence[Worker]) -> Sequence[TargetLoad]:
         """Return the targets with their sessions, and the time of rounds there."""
         held = {
             target.peer: [
@@ -206,7 +206,7 @@ class Rebalancing:
         beside_s = sum(self._beside_s(one) for one in every) / len(every)
         now_ns = self._now_ns()
         return [
-            Place(
+            TargetLoad(
                 target.peer,
                 partial(
                     _round_s, _passes_of(target, targets, context), rows, beside_s + target.hop_s

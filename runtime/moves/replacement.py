@@ -19,7 +19,7 @@ from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry, Service
+from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.moves.steps import (
@@ -46,7 +46,7 @@ class Changes:
 
     def __init__(
         self,
-        service: Service,
+        service: ServiceState,
         running: Mapping[int, RunningRequest],
         registry: Registry,
         placement: Placement,

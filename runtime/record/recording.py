@@ -41,7 +41,7 @@ MAX_FILE_BYTES = 64 << 20  # most bytes of one recording, without its tokenizer
 MAX_ENTRY_BYTES = MAX_FILE_BYTES + MAX_ARRAY_BYTES
 
 
-class Wanted(Frozen):
+class RecordedRequest(Frozen):
     """`session.Request`."""
 
     prompt: bytes  # four bytes a token, as in `kept.pack`
@@ -90,7 +90,7 @@ class Begin(Frozen):
     began: Name  # date and time, UTC. All other times are nanoseconds since then
     session: Count
     epoch: Count
-    request: Wanted
+    request: RecordedRequest
     fingerprint: Name
     draft: Drafting | None
     target_base: From | None
@@ -146,7 +146,7 @@ class Step(Frozen):
     """The exception instead of actions: its name and message."""
 
 
-class End(Frozen):
+class LastEntry(Frozen):
     """The last entry. `whole`: the recording is complete."""
 
     type: Literal["end"] = "end"
@@ -154,7 +154,7 @@ class End(Frozen):
     why: Name
 
 
-Entry = Begin | Deflated | Peer | Said | Step | End
+Entry = Begin | Deflated | Peer | Said | Step | LastEntry
 with uninterrupted():
     _ENTRY: TypeAdapter[Any] = TypeAdapter(Annotated[Entry, Field(discriminator="type")])
 _PACKER = msgpack.Packer()
@@ -183,7 +183,7 @@ class Recording:
     def whole(self) -> bool:
         """Whether the recording is complete."""
         last = self.entries[-1] if self.entries else None
-        return isinstance(last, End) and last.whole
+        return isinstance(last, LastEntry) and last.whole
 
     @property
     def words(self) -> str:
@@ -191,7 +191,7 @@ class Recording:
         last = self.entries[-1] if self.entries else None
         return (
             last.why
-            if isinstance(last, End)
+            if isinstance(last, LastEntry)
             else "its coordinator was killed, or is still writing it"
         )
 

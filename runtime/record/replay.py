@@ -52,7 +52,7 @@ MOST_WORDS = 300  # characters of one side of a difference
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplayDifference:
     """The place where the present session logic differs from the recorded one."""
 
     entry: int  # number of the entry in the file, from 0 on
@@ -87,7 +87,7 @@ class Replay:
     recording: Recording
     taken: list[Taken] = field(default_factory=list)  # the steps, including the one that differs
     commands: int = 0  # commands that have been compared
-    difference: Difference | None = None
+    difference: ReplayDifference | None = None
     _place: int = 0
     _in_hand: Said | None = None  # the last received message
     _asked: list[Ask] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Replay:
     def __post_init__(self) -> None:
         self.session = _session(self.recording)
 
-    def play(self) -> Difference | None:
+    def play(self) -> ReplayDifference | None:
         """Return the first difference; raise `UserError` if the recording is inconsistent."""
         try:
             for place, entry in enumerate(self.recording.entries):
@@ -107,7 +107,7 @@ class Replay:
             self._compare_told()
         except _Differs as differs:
             at_ns = getattr(self.recording.entries[self._place], "at", 0)
-            self.difference = Difference(1 + self._place, at_ns / 1e9, *differs.args)
+            self.difference = ReplayDifference(1 + self._place, at_ns / 1e9, *differs.args)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UserError(
                 f"{self.recording.path} is damaged: its entry {1 + self._place} makes no sense "

@@ -58,7 +58,7 @@ UNKNOWN = Rate(USUAL_S, USUAL_FURTHER * USUAL_S)  # the rate of replicas before 
 
 
 @dataclass(frozen=True)
-class Load:
+class ReplicaLoad:
     """The last report of a replica; see `dovetail.runtime.telemetry.load`."""
 
     epoch: str = ""
@@ -88,7 +88,7 @@ class Replica:
     url: str
     ready: bool = False
     draining: bool = False  # True if it gets no further requests
-    load: Load = field(default_factory=Load)
+    load: ReplicaLoad = field(default_factory=ReplicaLoad)
     rate: Rate = UNKNOWN  # the rate that `agree_on_rates` has given it
     rated_s: float = 0.0
     """When its rate last changed, by the clock of `told`; every round changes it."""
@@ -101,7 +101,7 @@ class Replica:
     known: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of the blocks that it has prefilled, the oldest first."""
 
-    def told(self, load: Load, now_s: float = 0.0) -> None:
+    def told(self, load: ReplicaLoad, now_s: float = 0.0) -> None:
         """Handle its report; a restarted coordinator has an empty cache."""
         if load.epoch != self.load.epoch:
             self.known.clear()
@@ -233,7 +233,7 @@ def agree_on_rates(replicas: Sequence[Replica], now_s: float = 0.0) -> None:
         told = told[len(near) :]
 
 
-def _rate(load: Load) -> Rate | None:
+def _rate(load: ReplicaLoad) -> Rate | None:
     """Return the rate reported by a replica; None if there is none yet."""
     alone_s, further_s = load.seconds_per_token, load.further_seconds_per_token
     if not alone_s:

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from pydantic import TypeAdapter
 
-from dovetail.runtime.router.choice import Load, Replica, agree_on_rates
+from dovetail.runtime.router.choice import Replica, ReplicaLoad, agree_on_rates
 from dovetail.runtime.router.upstream import Broken, Upstream
 
 log = logging.getLogger("dovetail.router")
 
 LOOK_EVERY_S = 0.5
 ANSWER_S = 2.0  # seconds within which a replica must report
-LOAD = TypeAdapter(Load)  # reads the report of a replica, without fields of later versions
+LOAD = TypeAdapter(ReplicaLoad)  # reads the report of a replica, without fields of later versions
 
 
 class Fleet:

@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.options import Command, option, options, report
 from benchmarks.replicas import shown, started
-from dovetail.runtime.router.choice import Load, Replica, agree_on_rates, choose, wanted
+from dovetail.runtime.router.choice import Replica, ReplicaLoad, agree_on_rates, choose, wanted
 from dovetail.runtime.router.fleet import LOOK_EVERY_S
 
 READY = b'{"ready":true,"load":null}'
@@ -56,7 +56,7 @@ def router(
 
 def decided(count: int, size: int, decisions: int) -> float:
     """Decisions a second of processor time: a body is read, hashed and given to a replica."""
-    load = Load("1", 4, 0, 0.01, 0.012, 0.0005)
+    load = ReplicaLoad("1", 4, 0, 0.01, 0.012, 0.0005)
     there = [Replica(f"http://r{n}:1", ready=True, load=load) for n in range(count)]
     agree_on_rates(there)
     bodies = []

@@ -15,7 +15,7 @@ from dovetail.protocol.calibration import (
     ExpertCosts,
     LeastTime,
     MachineLimits,
-    Reading,
+    ReadingCosts,
     RowsSeconds,
 )
 from dovetail.protocol.experts import DENSE, Mixture, Routing, count_experts
@@ -229,8 +229,8 @@ def test_what_prompts_take_is_kept_for_each_device_and_a_file_without_it_is_read
         RowsSeconds(rows=(16, 256), seconds=seconds) for seconds in ((1.0, 9.0), (2.0, 3.0))
     )
     first, second = (
-        Reading(device="cuda:0", local=slow, streamed=fast),
-        Reading(device="cuda:1", local=slow, streamed=slow),
+        ReadingCosts(device="cuda:0", local=slow, streamed=fast),
+        ReadingCosts(device="cuda:1", local=slow, streamed=slow),
     )
     path = tmp_path / "profile.json"
     update_profile(

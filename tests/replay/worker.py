@@ -38,7 +38,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.record.parts import own_verdicts
 from dovetail.runtime.record.recording import Recording
-from dovetail.runtime.record.replay import Asked, Difference, short
+from dovetail.runtime.record.replay import Asked, ReplayDifference, short
 from replay.exchanges import LAST, Exchange, Part, Role, missed_its_base, parts_of, round_of
 from replay.stage import EPOCH, Stage
 
@@ -56,7 +56,7 @@ class Outcome:
     proposals: int = 0
     same_proposals: int = 0
     tokens: int = 0  # tokens that a target chose, now and in the recording
-    difference: Difference | None = None  # the first one
+    difference: ReplayDifference | None = None  # the first one
 
 
 # -- the worker ------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class _Play:
 
     def _differs(self, exchange: Exchange, what: str, then: object, now: object) -> None:
         if self._outcome.difference is None:
-            self._outcome.difference = Difference(
+            self._outcome.difference = ReplayDifference(
                 exchange.entry, exchange.at_s, f"{exchange.where}, {what}", short(then), short(now)
             )
 

@@ -10,7 +10,7 @@ import pytest
 from dovetail.protocol.codec import REPLY
 from dovetail.protocol.messages import Emitted, Open
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.moves.gains import LEAST_GAIN, WORTH, Gain, Place, Price, Seat, best_move
+from dovetail.runtime.moves.gains import LEAST_GAIN, WORTH, Gain, Price, Seat, TargetLoad, best_move
 from dovetail.runtime.session.actions import Ask
 from dovetail.runtime.session.draft_sync import Joining
 from dovetail.runtime.session.state import State
@@ -31,15 +31,17 @@ def flat(sessions: int) -> float:
     return 0.01 + 0.0001 * sessions
 
 
-def place(name: bytes, sessions: Sequence[int], round_s: Callable[[int], float] = linear) -> Place:
-    return Place(name, round_s, [Seat(number, rounds=100.0) for number in sessions])
+def place(
+    name: bytes, sessions: Sequence[int], round_s: Callable[[int], float] = linear
+) -> TargetLoad:
+    return TargetLoad(name, round_s, [Seat(number, rounds=100.0) for number in sessions])
 
 
 def free(_session: int, _target: bytes) -> Price:
     return FREE
 
 
-def balanced(places: Sequence[Place], price: Price = FREE) -> list[int]:
+def balanced(places: Sequence[TargetLoad], price: Price = FREE) -> list[int]:
     """Make all moves that pay, which end, and return the number of sessions of each target."""
     for _ in range(100):
         gain = best_move(places, lambda *_: price)
@@ -49,10 +51,10 @@ def balanced(places: Sequence[Place], price: Price = FREE) -> list[int]:
     raise AssertionError("sessions move for ever")
 
 
-def moved(places: Sequence[Place], gain: Gain) -> list[Place]:
+def moved(places: Sequence[TargetLoad], gain: Gain) -> list[TargetLoad]:
     (seat,) = [seat for place in places for seat in place.seats if seat.session == gain.session]
     return [
-        Place(
+        TargetLoad(
             place.name,
             place.round_s,
             [other for other in place.seats if other is not seat]
@@ -99,14 +101,14 @@ def test_reading_costs_every_session_that_is_there() -> None:
 
 def test_both_rates_are_told() -> None:
     seats = [Seat(number, rounds=100.0, tokens=3.0) for number in range(4)]
-    gain = best_move([Place(b"a", linear, seats), place(b"b", ())], free)
+    gain = best_move([TargetLoad(b"a", linear, seats), place(b"b", ())], free)
     assert gain is not None
     assert (gain.rate, gain.new_rate) == (pytest.approx(3 / 0.04), pytest.approx(3 / 0.01))
 
 
 def test_who_may_not_move_stays_and_who_has_most_to_go_moves() -> None:
     seats = [Seat(1, 50.0), Seat(2, 100.0, movable=False), Seat(3, 80.0), Seat(4, 90.0)]
-    places = [Place(b"a", linear, seats), place(b"b", ())]
+    places = [TargetLoad(b"a", linear, seats), place(b"b", ())]
     gain = best_move(places, lambda session, _: None if session == 4 else FREE)
     assert gain is not None
     assert gain.session == 3
@@ -117,12 +119,14 @@ def test_however_many_there_are_every_move_saves_and_they_end() -> None:
     for _ in range(200):
         slopes = [chance.choice((0.0, 0.1, 1.0)) * chance.random() for _ in range(3)]
         bases, counts = [chance.random() for _ in range(3)], [chance.randrange(9) for _ in range(3)]
-        places, begun = list[Place](), 0
+        places, begun = list[TargetLoad](), 0
         for number, (slope, base, count) in enumerate(zip(slopes, bases, counts, strict=True)):
             seats = [Seat(begun + n, chance.randrange(1, 500)) for n in range(count)]
             begun += count
             places.append(
-                Place(b"%d" % number, lambda n, slope=slope, base=base: base + slope * n, seats)
+                TargetLoad(
+                    b"%d" % number, lambda n, slope=slope, base=base: base + slope * n, seats
+                )
             )
         left_s = sum(place.left_s() for place in places)
         for _ in range(60):

@@ -15,7 +15,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Emitted, Finished
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.record.recording import Recording, Said, Step, read_recording
-from dovetail.runtime.record.replay import Difference, Replay
+from dovetail.runtime.record.replay import Replay, ReplayDifference
 from dovetail.runtime.session.draft_sync import DraftSync
 from dovetail.runtime.session.session import Session
 from explore import coordinators, world
@@ -35,7 +35,9 @@ def play(path: Path) -> Replay:
     return playback
 
 
-def altered(recording: Recording, out: Path, change: Callable[[Any], Any]) -> Difference | None:
+def altered(
+    recording: Recording, out: Path, change: Callable[[Any], Any]
+) -> ReplayDifference | None:
     """Play a recording with each entry changed, or left out where `change` returns None; return the
     first difference."""
     entries = tuple(new for entry in recording.entries if (new := change(entry)) is not None)

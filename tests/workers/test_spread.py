@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.protocol.calibration import Reading, RowsSeconds
+from dovetail.protocol.calibration import ReadingCosts, RowsSeconds
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.profile import ProfileKey, update_profile
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
@@ -173,7 +173,7 @@ def curve(*seconds: float) -> RowsSeconds:
 def test_prompts_are_read_apart_from_where_that_is_always_faster(
     streamed: tuple[float, ...], rows: int | None
 ) -> None:
-    reading = Reading(device="cpu", local=curve(0.2, 0.8, 3.2, 8.0), streamed=curve(*streamed))
+    reading = ReadingCosts(device="cpu", local=curve(0.2, 0.8, 3.2, 8.0), streamed=curve(*streamed))
     assert reading.better_from == rows
     spread = spread_of(TargetSettings(), UNLIMITED, open_device("cpu", 1), 1, [reading])
     assert (None if spread is None else (spread.reader is not None, spread.reads_from)) == (
@@ -204,7 +204,7 @@ def test_what_calibrate_finds_of_prompts_is_known_to_a_worker_of_the_same_model(
         say=lambda *_: None,
     )
     reading, path = (
-        Reading.model_validate_json(json.dumps(found["reading"])),
+        ReadingCosts.model_validate_json(json.dumps(found["reading"])),
         tmp_path / "profile.json",
     )
     assert reading.local.rows == reading.streamed.rows == (16, 64)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dovetail.protocol.calibration import Reading, RowsSeconds
+from dovetail.protocol.calibration import ReadingCosts, RowsSeconds
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.placement import Place
@@ -26,8 +26,8 @@ SHARE_OF_TIME = 0.2
 ones are not measured."""
 
 
-def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -> Reading:
-    """Measure a target's `Reading` with the device of `target.prefill` in about `seconds` of
+def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -> ReadingCosts:
+    """Measure a target's `ReadingCosts` with the device of `target.prefill` in about `seconds` of
     passes. The median of three, after a warm-up."""
     device = open_device(settings.prefill, threads)
 
@@ -50,7 +50,7 @@ def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -
             times[rows] = _seconds(model, rows, read)
         if 4 * TIMES * (streamed[rows] + local[rows]) > SHARE_OF_TIME * seconds:
             break
-    return Reading(device=device.name, local=_curve(local), streamed=_curve(streamed))
+    return ReadingCosts(device=device.name, local=_curve(local), streamed=_curve(streamed))
 
 
 def _curve(seconds: dict[int, float]) -> RowsSeconds:

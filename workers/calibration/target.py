@@ -22,7 +22,7 @@ from dovetail.protocol.calibration import (
     Calibration,
     ContextCurve,
     ExpertCosts,
-    Reading,
+    ReadingCosts,
     RowsSeconds,
 )
 from dovetail.protocol.errors import UserError
@@ -174,7 +174,7 @@ def experts_told(calibration: Calibration) -> dict[str, Any] | None:
 
 def _measure_reading(
     settings: TargetSettings, subject: Subject, threads: int, seconds: float, say: Say
-) -> Reading | None:
+) -> ReadingCosts | None:
     """Return the cost of prefill, if its device is set (target.prefill)."""
     if settings.prefill in ("auto", "local"):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dovetail.protocol.calibration import Reading
+from dovetail.protocol.calibration import ReadingCosts
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.experts import count_experts
 from dovetail.protocol.memory import read_room
@@ -189,7 +189,7 @@ def spread_of(
     memory: MemorySettings,
     device: Device,
     threads: int,
-    readings: Sequence[Reading] = (),
+    readings: Sequence[ReadingCosts] = (),
     *,
     beside: int = 0,
 ) -> Spread | None:
@@ -237,7 +237,7 @@ def spread_of(
     )
 
 
-def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]:
+def known_readings(settings: TargetSettings, profile: Path) -> Sequence[ReadingCosts]:
     """Return what `dovetail calibrate` has measured of prefill with this model on the CPU."""
     known = load_profile(profile)
     if not any(entry.readings for entry in known.entries) or not kernels.available():
@@ -299,7 +299,7 @@ def _room(memory: MemorySettings, device: Device) -> int:
 
 
 def _reader(
-    settings: TargetSettings, threads: int, device: Device, readings: Sequence[Reading]
+    settings: TargetSettings, threads: int, device: Device, readings: Sequence[ReadingCosts]
 ) -> tuple[Device | None, int]:
     """Return the device that prefills for layers on the CPU, and the fewest rows of a prompt for
     which it does; None if the CPU prefills."""

@@ -16,7 +16,7 @@ import pytest
 
 from dovetail.protocol.messages import MAX_ENDS, Open, VocabularyFacts
 from dovetail.runtime.http import orders
-from dovetail.runtime.http.asked import Target
+from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.bodies import CompletionBody
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.guard import host_name, is_local, is_loopback
@@ -346,7 +346,7 @@ def test_addresses_and_names_are_told_apart() -> None:
 
 def test_more_ends_of_a_reply_than_a_request_can_hold_are_refused_and_not_cut() -> None:
     facts = VocabularyFacts(digest="x", size=1000, end=tuple(range(40)))
-    target = cast("Target", SimpleNamespace(described=SimpleNamespace(vocabulary=facts)))
+    target = cast("RequestTarget", SimpleNamespace(described=SimpleNamespace(vocabulary=facts)))
     few, many = (
         CompletionBody(prompt="x", stop_token_ids=list(range(100, 100 + count)))
         for count in (24, 25)

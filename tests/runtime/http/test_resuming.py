@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.resuming import Place, event_id, read_event_id
+from dovetail.runtime.http.resuming import StreamPlace, event_id, read_event_id
 from dovetail.runtime.journal.database import Database
 from dovetail.runtime.journal.journal import Journal
 from support.web import Api, Backend, api, backend, events
@@ -203,7 +203,7 @@ def test_an_id_that_is_too_long_for_any_reply_is_not_known(server: Api) -> None:
 
 
 def test_an_event_id_reads_as_it_was_written() -> None:
-    places = (Place(7, 3), None, Place(0, 0), Place(12, 5, ended=True))
+    places = (StreamPlace(7, 3), None, StreamPlace(0, 0), StreamPlace(12, 5, ended=True))
     name, read = read_event_id(event_id("chatcmpl-1", places))
     assert (name, read) == ("chatcmpl-1", places)
     with pytest.raises(ApiError, match="is not the id of an event"):

@@ -12,15 +12,15 @@ from dovetail.runtime.router.choice import (
     BLOCK,
     MOST_BLOCKS,
     USUAL_TOKENS,
-    Load,
     Replica,
+    ReplicaLoad,
     agree_on_rates,
     choose,
     wanted,
 )
 from dovetail.runtime.telemetry.load import load_of
 
-MEASURED = Load(
+MEASURED = ReplicaLoad(
     epoch="1",
     seconds_per_token=0.01,
     further_seconds_per_token=0.004,
@@ -29,7 +29,7 @@ MEASURED = Load(
 STORY = "Once upon a time there was a hedgehog who had lost his red balloon. " * 40
 
 
-def replicas(*loads: Load) -> list[Replica]:
+def replicas(*loads: ReplicaLoad) -> list[Replica]:
     there = [Replica(f"http://r{n}:1", ready=True, load=load) for n, load in enumerate(loads)]
     agree_on_rates(there)
     return there
@@ -100,7 +100,7 @@ def test_replicas_whose_measured_rates_are_near_each_other_share_requests_evenly
 
 
 def test_replicas_of_one_rate_take_turns_also_where_nothing_is_known_yet() -> None:
-    for load in (Load(), MEASURED):
+    for load in (ReplicaLoad(), MEASURED):
         there = replicas(load, load, load)
         taken = [0, 0, 0]
         for turn in range(30):
@@ -112,7 +112,7 @@ def test_replicas_of_one_rate_take_turns_also_where_nothing_is_known_yet() -> No
 
 def test_an_idle_replica_that_was_slow_once_is_tried_again_when_its_word_is_old() -> None:
     slow = replace(MEASURED, seconds_per_token=0.04)
-    there, taken = replicas(Load(), Load()), list[tuple[int, int]]()
+    there, taken = replicas(ReplicaLoad(), ReplicaLoad()), list[tuple[int, int]]()
     for second in range(0, 3 * round(AGE_S), 10):
         rounds = sum(number == 0 for number, _ in taken)
         there[0].told(replace(MEASURED, seconds_per_token=0.01 + 1e-6 * rounds), second)
@@ -127,7 +127,7 @@ def test_an_idle_replica_that_was_slow_once_is_tried_again_when_its_word_is_old(
 
 
 def test_a_replica_that_is_slow_gets_a_request_when_its_word_is_old_and_no_more() -> None:
-    there, taken = replicas(Load(), Load()), list[int]()
+    there, taken = replicas(ReplicaLoad(), ReplicaLoad()), list[int]()
     for second in range(0, 3 * round(AGE_S), 10):
         there[0].told(replace(MEASURED, seconds_per_token=0.01 + 1e-6 * second), second)
         tried = taken.count(1)
@@ -295,7 +295,7 @@ def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one
     assert told["seconds_per_token"] == pytest.approx(sum(alone_s) / 2)
     assert told["further_seconds_per_token"] == pytest.approx(sum(further_s) / 2 / 2)
     assert told["reading_seconds_per_token"] == pytest.approx(0.023 / 32)
-    assert Load(**told, in_flight=1).further_seconds_per_token is not None
+    assert ReplicaLoad(**told, in_flight=1).further_seconds_per_token is not None
     read = tuple(one.model_copy(update={"row_s": 0.0004}) for one in state.workers)
     reads = load_of(state.model_copy(update={"workers": read}))
     assert reads["reading_seconds_per_token"] == pytest.approx(0.0004)

@@ -15,8 +15,8 @@ import numpy as np
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.router.choice import (
     USUAL_TOKENS,
-    Load,
     Replica,
+    ReplicaLoad,
     Wanted,
     agree_on_rates,
     choose,
@@ -81,7 +81,7 @@ class Fleet:
         profiles = [server.profile for server in servers]
         alone_s = fmean(profile.token_s(1) for profile in profiles)
         full_s = fmean(profile.token_s(profile.most) for profile in profiles)
-        load = Load(
+        load = ReplicaLoad(
             seconds_per_token=alone_s,
             further_seconds_per_token=(full_s - alone_s) / max(1, room - 1),
             reading_seconds_per_token=fmean(profile.read_s for profile in profiles),
