@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from dovetail.protocol.settings.values import Frozen, one_of
+from dovetail.protocol.settings.values import Frozen, words
 
 HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
 """The draft kinds that are heads: they read features of the one target they are trained for."""
@@ -35,6 +35,7 @@ ACTIVATIONS = ("int8", "fp32")
 BACKENDS = ("auto", "kernels", "library")
 CACHES = ("auto", "fp32", "half")
 ISAS = ("auto", "plain", "sse41", "avx", "avx2", "avx512", "vnni", "neon")
+Isa = Annotated[str, AfterValidator(str.lower), words(ISAS, "instruction set")]
 ISA = f"instruction set of the kernels: {', '.join(ISAS)}; auto: the best that the CPU has"
 Proving = Literal["auto", "anew", "off"]
 """How a model is proved against transformers when it is loaded."""
@@ -84,24 +85,24 @@ class TargetSettings(Frozen):
     model: str = Field(
         "", description="id, id@revision, folder or GGUF file; empty: the embedded demo target"
     )
-    weights: str = Field(
+    weights: Annotated[str, words(WEIGHTS, "type of target weights")] = Field(
         "fp32",
         description="fp32, half (the checkpoint's 16 bits), int8, int4 (4-bit blocks, made "
         "once and cached) or file (a GGUF file's own blocks, its default); bf16 and "
         "int8-per-tensor change the model's function, and int8-per-tensor is not lossless",
     )
-    activations: str = Field(
+    activations: Annotated[str, words(ACTIVATIONS, "type of activations")] = Field(
         "int8",
         description="type of activations with int4 and file weights: int8 (rounded to 8 bits in "
         "groups of 32) or fp32 (exact, slower)",
     )
-    backend: str = Field(
+    backend: Annotated[str, words(BACKENDS, "back end")] = Field(
         "auto",
         description="code for a CPU: kernels (dovetail's, in C++), library (torch) or auto "
         "(kernels where they support the model)",
     )
-    isa: str = Field("auto", description=ISA)
-    cache: str = Field(
+    isa: Isa = Field("auto", description=ISA)
+    cache: Annotated[str, words(CACHES, "type of keys and values")] = Field(
         "auto",
         description="keys and values: fp32 or half (fp16, which takes half the memory and changes "
         "logits by about a rounding); auto: half with half, int8, int4 and file weights on the "
@@ -157,26 +158,6 @@ class TargetSettings(Frozen):
             )
         return value
 
-    @field_validator("weights")
-    @classmethod
-    def _weights(cls, value: str) -> str:
-        return one_of(value, WEIGHTS, "type of target weights")
-
-    @field_validator("activations")
-    @classmethod
-    def _activations(cls, value: str) -> str:
-        return one_of(value, ACTIVATIONS, "type of activations")
-
-    @field_validator("cache")
-    @classmethod
-    def _cache(cls, value: str) -> str:
-        return one_of(value, CACHES, "type of keys and values")
-
-    @field_validator("isa")
-    @classmethod
-    def _isa(cls, value: str) -> str:
-        return one_of(value.lower(), ISAS, "instruction set")
-
     @property
     def longest(self) -> int | None:
         """Return the longest sequence asked for, in tokens; None: the model's own limit."""
@@ -188,16 +169,11 @@ class TargetSettings(Frozen):
         library = self.backend == "library" and self.cache == "auto"
         return "fp32" if library else cache_of(self.cache, self.weights)
 
-    @field_validator("backend")
-    @classmethod
-    def _backend(cls, value: str) -> str:
-        return one_of(value, BACKENDS, "back end")
-
 
 class DraftSettings(Frozen):
     """The model that proposes."""
 
-    kind: str = Field(
+    kind: Annotated[str, words(DRAFT_KINDS, "draft kind")] = Field(
         "auto",
         description="auto (recognised from the folder), small (a smaller model), a head of the "
         f"target's ({', '.join(HEAD_KINDS)}), "
@@ -207,7 +183,7 @@ class DraftSettings(Frozen):
     model: str = Field(
         "", description="id, id@revision, folder or GGUF file; empty: the embedded one of that kind"
     )
-    weights: str = Field(
+    weights: Annotated[str, words(DRAFT_WEIGHTS, "type of draft weights")] = Field(
         "auto",
         description="fp32, fp16, bf16, int8, int4 or file (the blocks of a GGUF file); for a "
         "substitute int8, int4, int3 or int2; auto: the checkpoint's type on a CPU; on a GPU the "
@@ -219,7 +195,7 @@ class DraftSettings(Frozen):
         description="auto (the first GPU if the draft fits there, else the CPU), cpu, cuda:N, "
         "xpu:N or mps",
     )
-    isa: str = Field("auto", description=ISA)
+    isa: Isa = Field("auto", description=ISA)
     share: bool | Literal["auto"] = Field(
         "auto",
         description="whether a substitute is one process with its target and shares embedding, "
@@ -241,18 +217,3 @@ class DraftSettings(Frozen):
         "only numbers are loaded, never code",
     )
     proof: Proving = Field("auto", description=f"proof of a smaller model: {PROVING}")
-
-    @field_validator("isa")
-    @classmethod
-    def _isa(cls, value: str) -> str:
-        return one_of(value.lower(), ISAS, "instruction set")
-
-    @field_validator("kind")
-    @classmethod
-    def _kind(cls, value: str) -> str:
-        return one_of(value, DRAFT_KINDS, "draft kind")
-
-    @field_validator("weights")
-    @classmethod
-    def _weights(cls, value: str) -> str:
-        return one_of(value, DRAFT_WEIGHTS, "type of draft weights")

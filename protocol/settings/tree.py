@@ -5,10 +5,10 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from dovetail.protocol.policies import POLICIES, PolicyTraits
-from dovetail.protocol.settings.values import Frozen, one_of
+from dovetail.protocol.settings.values import Frozen, words
 
 MAX_GAMMA, MAX_DEPTH, MAX_WIDTH = 1023, 128, 64
 MAX_BINS = 8
@@ -77,7 +77,7 @@ Adaptations = Annotated[
 class TreeSettings(Frozen):
     """The shape of the token tree of a round; gamma 0 decodes with the target alone."""
 
-    policy: str = Field(
+    policy: Annotated[str, words(POLICIES, "tree policy")] = Field(
         "goodput",
         description="how the tree is shaped: goodput (as large as it pays, up to gamma and "
         "down to none), dynamic (expand and rerank, EAGLE-2), static (a "
@@ -117,11 +117,6 @@ class TreeSettings(Frozen):
         description="heterospec: what follows the entropy - extend (more levels), prune (fewer "
         "rows), compute (a prepared shape for each bin)",
     )
-
-    @field_validator("policy")
-    @classmethod
-    def _policy(cls, value: str) -> str:
-        return one_of(value, tuple(POLICIES), "tree policy")
 
     @property
     def traits(self) -> PolicyTraits:

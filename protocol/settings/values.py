@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from dovetail.protocol.interruptions import uninterrupted
 
@@ -38,13 +38,16 @@ class Frozen(BaseModel):
             )
 
 
-def one_of(value: str, available: Collection[str], what: str) -> str:
-    """Return `value` if it is available; else raise `ValueError`."""
-    if value not in available:
-        raise ValueError(
-            f"there is no {what} {value!r}; choose {' or '.join(map(repr, available))}"
-        )
-    return value
+def words(available: Collection[str], what: str) -> AfterValidator:
+    """Return the validator of a field that has one of these words."""
+
+    def check(value: str) -> str:
+        if value not in available:
+            choice = " or ".join(map(repr, available))
+            raise ValueError(f"there is no {what} {value!r}; choose {choice}")
+        return value
+
+    return AfterValidator(check)
 
 
 def template_values(text: str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_tokens_of_another_vocabulary_are_refused() -> None:
     [
         (
             {"end": (3, VOCABULARY)},
-            f"token id {VOCABULARY} of end is beyond the target's vocabulary of {VOCABULARY}",
+            f"token id {VOCABULARY} of end is beyond the vocabulary of {VOCABULARY}",
         ),
         ({"scored": True}, "also set the number of alternatives, 0 for none"),
     ],

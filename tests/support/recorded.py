@@ -46,13 +46,13 @@ def correct(source: Path, out: Path) -> None:
         if isinstance(entry, tape.Step) and (done := next(today, None)) is not None:
             kept.append(done.step)
         elif (
-            not isinstance(entry, tape.Step | tape.End)
+            not isinstance(entry, tape.Step | tape.LastEntry)
             and (not isinstance(entry, tape.Said) or entry.type == "in")
             and place < last
         ):
             kept.append(entry)
     kept.append(
-        tape.End(
+        tape.LastEntry(
             whole=True,
             why=f"kept of {source.name}, up to where the session logic was wrong"
             if played.difference
