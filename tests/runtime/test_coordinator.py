@@ -377,8 +377,7 @@ def test_a_target_without_a_vocabulary_is_refused() -> None:
     [
         (
             Sampling(logit_bias=((3, 1.0), (VOCABULARY, 1.0))),
-            f"token id {VOCABULARY} of logit_bias is beyond the vocabulary of "
-            f"{VOCABULARY}",
+            f"token id {VOCABULARY} of logit_bias is beyond the vocabulary of {VOCABULARY}",
         ),
         (Sampling(min_tokens=61), "min_tokens (61) is more than max_tokens (60)"),
     ],
