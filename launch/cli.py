@@ -69,7 +69,7 @@ COMMANDS = {
     for name, entry in group.items()
     if installed(f"launch.commands.{name}")
 }
-"""Those that are installed: an extra's may be missing."""
+"""Commands that are installed: those of an extra may be missing."""
 
 STARTERS = ("generate", "chat", "serve")
 """Commands that fork their processes, unless they use a service that runs already."""
@@ -173,8 +173,8 @@ def run(arguments: Sequence[str], entry: click.Command = group, program: str = "
 
 
 def _refused(error: OSError) -> str:
-    """Return the call that failed and what it was for, such as "mkdir /x" or "write <stdout>", as
-    far as the error and its traceback name them."""
+    """Return the failed system call and its object, such as "mkdir /x" or "write <stdout>", as far
+    as the error and its traceback name them."""
     import linecache  # only needed for a failure
     import traceback
 

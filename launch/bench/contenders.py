@@ -27,7 +27,7 @@ MODEL_SUFFIXES = (".json", ".safetensors", ".bin")
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt as it is measured: cut to fit the context, and the reply cut where it begins to
+    """A prompt for measurement: cut to fit the context, and its reply cut where it begins to
     loop."""
 
     prompt: Prompt
@@ -220,10 +220,9 @@ def contenders(
 
 
 def founder(methods: Sequence[Method], of: Method) -> Method:
-    """The method whose settings the processes of `of` are started with: where several share them,
-    the first of these that drafts, with room for drafting ahead where one of them wants it.
-    `ValueError` where they would need different processes.
-    """
+    """The method whose settings start the shared processes of the methods `of`: the first of these
+    that drafts, with memory for drafting ahead if one of them needs it. `ValueError` if they would
+    need different processes."""
     sharing = (
         [method for method in methods if method.shares == of.shares and method.drafts]
         if of.shares

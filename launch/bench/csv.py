@@ -1,9 +1,8 @@
-"""The file that `bench --csv` writes: a line a method, set of prompts and temperature, for
+"""The file that `bench --csv` writes: one line per method, set of prompts and temperature, for
 spreadsheets and plotting programs. Computes nothing.
 
-Comma-separated with a line of headings, as RFC 4180 has it; UTF-8, a point in numbers, an empty
-field for what is not known. Units are in the names.
-"""
+Comma-separated with a line of headings (RFC 4180), in UTF-8, with decimal points and an empty field
+for unknown values. Units are in the names."""
 
 import csv
 import io

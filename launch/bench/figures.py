@@ -27,7 +27,7 @@ INTERVAL = (0.025, 0.975)
 
 
 def baseline(cells: Sequence[Cell], of: Cell) -> Cell:
-    """Return what the target alone did on the same prompts at the same temperature."""
+    """Return the row of the target alone on the same prompts at the same temperature."""
     return next(
         c
         for c in cells
@@ -38,8 +38,8 @@ def baseline(cells: Sequence[Cell], of: Cell) -> Cell:
 def speedup(
     cell: Cell, baseline: Cell, seed: int
 ) -> tuple[float | None, float | None, float | None]:
-    """(ratio, low, high) of time per token; nothing where nothing was decoded after the first
-    token, or where the draft failed."""
+    """(ratio, low, high) of time per token; empty if nothing was decoded after the first token, or
+    if the draft failed."""
     if any(run.finished.result.draft_failure is not None for run in cell.runs):
         return None, None, None
     (seconds, tokens), (base_seconds, base_tokens) = cell.decoding(), baseline.decoding()
@@ -75,7 +75,7 @@ def _variants(cells: Sequence[Cell], of: Cell) -> list[Cell]:
 
 
 def peers_told(measured: Sequence[Cell], best: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return what each peer was measured with, and which of it is its row."""
+    """Return the settings with which each peer was measured, and which of them is its row."""
     where = [(cell, _place(cell)) for cell in measured if not cell.method.ours]
     return [
         {
@@ -201,8 +201,8 @@ def _predicted(cell: Cell) -> float | None:
 
 
 def pass_told(cell: Cell, baseline: Cell) -> dict[str, Any]:
-    """Milliseconds of a target's pass as it was called, how many times that is of one of the target
-    alone, and those of drafting that a round waits for."""
+    """Milliseconds of a target's pass, its ratio to a pass of the target alone, and milliseconds of
+    drafting that a round waits for."""
     milliseconds, alone = (_a_round_ms(c, lambda result: result.verify_s) for c in (cell, baseline))
     ratio = milliseconds / alone if milliseconds is not None and alone else None
     return {
@@ -220,7 +220,7 @@ def _a_round_ms(cell: Cell, seconds: Callable[[Result], float]) -> float | None:
 
 
 def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The speed-up of each method on its median set of prompts, where there are several."""
+    """The speed-up of each method on its median set of prompts, if there are several."""
     told = []
     for method, temperature in dict.fromkeys((row["method"], row["temperature"]) for row in rows):
         found = [
@@ -271,8 +271,8 @@ def tasks_told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def differences_told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Every reply whose tokens are not those of `none`; `exact`: they were to be, which they are
-    not where another engine computes with its own types."""
+    """Every reply whose tokens differ from those of `none`; `exact`: they had to be equal, which
+    they need not be if another engine computes with its own types."""
     return [
         {
             **_place(cell),

@@ -36,7 +36,7 @@ Where = tuple[str, float, str]  # set of prompts, temperature, id of the prompt
 
 @dataclass(frozen=True)
 class Remembered:
-    """A contender whose replies are all in the file: nothing of it runs."""
+    """A contender whose replies are all in the file: no process is needed."""
 
     method: Method
     peak_mb: float
@@ -144,7 +144,7 @@ class Journal:
         return agreed
 
     def remembered(self, methods: Sequence[Method]) -> dict[str, Contender]:
-        """The contenders of a run that is whole; nothing is started."""
+        """The contenders of a complete run; nothing is started."""
         by_name = {method.name: method for method in methods}
         return {
             label: Remembered(

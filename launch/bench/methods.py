@@ -32,8 +32,8 @@ class Method:
     name: str
     configuration: Configuration
     threads: int | None = None
-    """The threads of a peer, which is measured with several numbers of them; None: a method of
-    ours."""
+    """The threads of a peer, which is measured with several numbers of them; None: one of our
+    methods."""
     shares: str = ""
     """Methods with the same text share a stack of processes; those with an empty one have their
     own."""
@@ -54,13 +54,13 @@ class Method:
 
     @property
     def exact(self) -> bool:
-        """True if a token that differs from that of `none` is a fault: except for other engines
-        with other number types."""
+        """True if a token that differs from that of `none` is an error: not for other engines with
+        other number types."""
         return self.peer is None or self.peer.exact
 
     @property
     def weights(self) -> str:
-        """Return what it computes with, as its engine calls it."""
+        """Return the type of weights it computes with, in the engine's own terms."""
         settings = self.configuration.settings
         return settings.target.weights if self.peer is None else self.peer.weights(settings)
 
@@ -81,7 +81,7 @@ class PromptSet:
 
 
 def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
-    """The methods, `none` first; `UserError` for one that is none, or that is named twice."""
+    """The methods, `none` first; `UserError` for one that is unknown, or named twice."""
     texts = (NONE, *(text for text in texts if text != NONE)) if texts else (NONE, "auto")
     if len(set(texts)) < len(texts):
         raise UserError("a --method is named twice: give each once, and --repeat for more runs")
@@ -89,9 +89,9 @@ def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
 
 
 def beside_llama_server(base: Configuration) -> tuple[str, ...]:
-    """Return what is compared where llama-server is named and no method is: our target alone and
-    with its draft, llama-server with the same GGUF file alone, and where our draft is a GGUF file,
-    too, with that."""
+    """Return the methods for llama-server without any named one: our target alone and with its
+    draft, llama-server with the same GGUF file alone and, if our draft is a GGUF file, with
+    that."""
     drafted = bool(files_of(Path(base.settings.draft.model)))
     return (NONE, "auto", SERVER, *([f"{SERVER},draft={OWN}"] if drafted else []))
 

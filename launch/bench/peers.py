@@ -34,7 +34,7 @@ class Peer(Protocol):
 
     @property
     def identity(self) -> str:
-        """The engine that decodes; the models are those of the settings."""
+        """The engine that decodes; the models come from the settings."""
 
     @property
     def thread_counts(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Peer(Protocol):
 
 @dataclass
 class Room:
-    """What the peers of a run share."""
+    """Resources that the peers of a run share."""
 
     supervisor: Supervisor
     programs: Mapping[str, Path | None]
@@ -75,16 +75,16 @@ class PeerKind(Protocol):
 
     def read_option(self, options: Any, text: str) -> Any:
         """Return the options with "NAME=VALUE" applied; None if the peer has no such option,
-        `UserError` for a value that is not possible."""
+        `UserError` for an invalid value."""
 
     def weights(self, settings: Settings) -> str:
-        """Return what it computes with, as its engine calls it."""
+        """Return the type of weights it computes with, in the engine's own terms."""
 
     def check(self, settings: Settings, options: Any, cores: Sequence[int]) -> None:
         """Raise `UserError` for settings that the peer does not implement as we do."""
 
     def find(self, program: Path | None) -> None:
-        """Raise `UserError` if the program that is named or needed is missing."""
+        """Raise `UserError` if a named or required program is missing."""
 
     def open(
         self, room: Room, configuration: Configuration, layout: CoreLayout, options: Any

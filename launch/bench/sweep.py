@@ -40,7 +40,7 @@ TAKEN = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """The setting that is swept, and its values."""
+    """The swept setting, and its values."""
 
     name: str
     values: tuple[int, ...]
@@ -90,7 +90,7 @@ class Sweep:
 
 
 def read_sweep(name: str, values: str | None) -> Sweep:
-    """The sweep that the command line asks for; `UserError` where a value is none."""
+    """The sweep on the command line; `UserError` for an invalid value."""
     texts = [text.strip() for text in (values or VALUES[name]).split(",") if text.strip()]
     numbers = tuple(parse_setting(f"tree.{name}", text, "--values") for text in texts)
     if not numbers or 0 in numbers or len(set(numbers)) < len(numbers):
@@ -101,8 +101,8 @@ def read_sweep(name: str, values: str | None) -> Sweep:
 
 
 def points_of(sweep: Sweep, methods: Sequence[Method]) -> list[Method]:
-    """All methods of a run, each that is swept in the order of the values; `UserError` where there
-    is nothing to sweep."""
+    """All methods of a run, swept ones once per value in order; `UserError` if there is nothing to
+    sweep."""
     if not any(map(sweep.varies, methods)):
         raise UserError(f"--sweep {sweep.name} needs a method that drafts, such as --method small")
     return [
@@ -205,8 +205,8 @@ def draw_sweep(sweep: Sweep, methods: Sequence[Method], points: Sequence[Mapping
 
 
 def origin_of(settings: Sequence[Settings], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Describe what was measured: targets, drafts and policies, each once, and the temperature
-    where all rows have the same."""
+    """Describe what was measured: targets, drafts and policies, each once, and the temperature if
+    all rows have the same."""
     targets = (f"{_named(one.target.model) or 'demo'} ({one.target.weights})" for one in settings)
     drafts = (
         " ".join(

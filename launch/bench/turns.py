@@ -35,7 +35,7 @@ class Cell:
     temperature: float
     runs: list[Run] = field(default_factory=list)
     differences: dict[str, Difference] = field(default_factory=dict)
-    """Prompt id -> where its tokens part from those of `none`."""
+    """Prompt id -> the first position where its tokens differ from those of `none`."""
 
     def decoding(self) -> tuple[Any, Any]:
         """(seconds, tokens) of decoding for each prompt, over all repeats, in the order of the
@@ -124,8 +124,8 @@ class _Turns:
         return task
 
     def _task(self, prompt: Prompt, where: Where) -> Task:
-        """The prompt as it is measured. A run that goes on at a prompt that lacks replies decodes
-        it first too, to be as warm as the one that began."""
+        """The prompt as it is measured. A continued run that begins at an incomplete prompt decodes
+        it once first, to be as warm as the original run."""
         task = self.journal.task(where, prompt)
         if task is None or not (
             self.journal.begun or self.journal.complete(self.found, where, self.repeat)
@@ -148,7 +148,7 @@ class _Turns:
 
 
 def rotated(those: Sequence[T], by: int) -> list[T]:
-    """Each of them is the first one equally often."""
+    """Rotate the methods, so that each is first equally often."""
     by %= len(those)
     return [*those[by:], *those[:by]]
 
@@ -177,8 +177,7 @@ def prepare(
 
 
 def loop_begins(tokens: Sequence[int], length: int = LOOP_TOKENS) -> int:
-    """Return how many tokens there are before the first 20-gram that was there before; all of them
-    if none was."""
+    """Return the number of tokens before the first repeated 20-gram; all of them without one."""
     seen: set[tuple[int, ...]] = set()
     for start in range(len(tokens) - length + 1):
         gram = tuple(tokens[start : start + length])
@@ -189,7 +188,7 @@ def loop_begins(tokens: Sequence[int], length: int = LOOP_TOKENS) -> int:
 
 
 def _compare(cells: Sequence[Cell], task: Task) -> None:
-    """Hold the last replies to a prompt against that of `none`, where they are to be the same."""
+    """Compare the last replies to a prompt with that of `none`, if they should be equal."""
     alone = cells[0].runs[-1].finished
     for cell in cells[1:]:
         other = cell.runs[-1].finished
@@ -199,8 +198,8 @@ def _compare(cells: Sequence[Cell], task: Task) -> None:
 
 
 def _comparable(cell: Cell, alone: Finished, other: Finished) -> bool:
-    """Replies of another function (fingerprint) are no matter of losslessness; nor is what a peer
-    draws, or computes with weights that it has not."""
+    """Return whether losslessness applies: not to replies of another function (fingerprint), nor to
+    a peer's random samples or other weights."""
     if cell.method.ours:
         return other.result.fingerprint == alone.result.fingerprint
     return cell.temperature == 0.0 and cell.method.configuration.settings.target.weights in (

@@ -38,8 +38,8 @@ class Answerer(Protocol):
         """Return why the model does not support chats; empty if it does."""
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
-        """The reply to these turns, user first; Ctrl-C interrupts it. `DovetailError` if there is
-        none."""
+        """The reply to these turns, user first; Ctrl-C interrupts it. `DovetailError` if it
+        fails."""
 
 
 class CoordinatorAnswerer:

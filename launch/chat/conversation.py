@@ -38,8 +38,8 @@ class Command:
 
 
 def parse(line: str) -> Command | str | None:
-    """A command, a text to be answered, or None for an empty line; `UserError` for a command that
-    there is not, or that lacks its argument."""
+    """A command, a text to be answered, or None for an empty line; `UserError` for an unknown
+    command, or one that lacks its argument."""
     text = line.strip()
     if not text.startswith("/") or text.startswith("//"):
         return text.removeprefix("/") if text.startswith("//") else text or None
@@ -79,7 +79,7 @@ class Manner:
     all."""
 
     def decides(self, name: str) -> bool:
-        """Return whether a setting of sampling is as it stands here."""
+        """Return whether this sampling setting was set here."""
         return self.said is None or name in self.said
 
     @property
@@ -144,7 +144,7 @@ class Conversation:
         return Conversation(self.exchanges[:-1]), self.exchanges[-1]
 
     def as_json(self) -> str:
-        """The turns, and of each reply the result as `--json` has it."""
+        """The turns, and the result of each reply as in `--json`."""
         results = [
             said.answer.result.model_dump() if said.answer.result is not None else None
             for said in self.exchanges

@@ -7,8 +7,8 @@ SHOWN_REPLIES = 10
 
 
 def print_stats(results: list[Result | None]) -> None:
-    """The figures of the last replies, a row each: what they brought, and where their time went.
-    Two tables, since a terminal may have 80 columns."""
+    """The figures of the last replies, one per row: their tokens, and where the time went. Two
+    tables, since a terminal may have 80 columns."""
     shown = [
         (number, result) for number, result in enumerate(results, start=1) if result is not None
     ][-SHOWN_REPLIES:]

@@ -46,8 +46,8 @@ class Templated:
         self._codec = codec_of(described)
 
     def submitted(self, turns: Sequence[str]) -> dict[str, Any]:
-        """Return what `Client.submit` is given for these turns, user first; `UserError` where the
-        template fails on them."""
+        """Return the arguments of `Client.submit` for these turns, user first; `UserError` if the
+        template fails."""
         said = [(("user", "assistant")[place % 2], turn) for place, turn in enumerate(turns)]
         try:
             tokens = self._codec.encode_messages(said, values=self._values)
@@ -57,5 +57,5 @@ class Templated:
 
 
 def templated(client: Client, values: Mapping[str, Any]) -> Templated | None:
-    """Return what makes tokens of turns where there are values; None: the coordinator does."""
+    """Return what tokenizes turns if there are template values; None: the coordinator does."""
     return Templated(client, values) if values else None

@@ -31,8 +31,8 @@ MOST_WORDS = 200  # characters that are shown of an answer that is none
 KEY_VARIABLE = "DOVETAIL_API_KEY"
 SERVERS = ("acceptance", "generation_config")  # settings of sampling that the server decides on
 LATER = (429, 503)
-"""The target is full, or there is none, as while its worker starts again: the same request may be
-answered a little later."""
+"""The target is full or missing, as while its worker restarts: the same request may succeed a
+little later."""
 
 
 OTHERWISE = "connect to its coordinator (ipc:// or tcp://) instead of its URL"
@@ -55,8 +55,8 @@ def check_flags(configuration: Configuration, otherwise: str = OTHERWISE) -> Non
 
 
 def api_key(configuration: Configuration) -> str:
-    """The key to send: the first of the file that the settings name, else that of the environment;
-    empty if there is none."""
+    """The key to send: the first in the file of the settings, else that of the environment; empty
+    if there is none."""
     file = configuration.settings.http.api_key_file
     if not file:
         return os.environ.get(KEY_VARIABLE, "").strip()
@@ -92,8 +92,7 @@ class Site:
     def asked(
         self, method: str, path: str, body: bytes | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Return what the server answers, if it does what it is asked; the connection ends with the
-        block."""
+        """Return the server's response if it succeeded; the connection ends with the block."""
         with self.opened(method, path, body) as response:
             if response.status != 200:
                 raise _failure(response.status, _object(response.read()), sent_key=bool(self._key))
@@ -103,8 +102,7 @@ class Site:
     def opened(
         self, method: str, path: str, body: bytes | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Return what the server answers, whatever its status; the connection ends with the
-        block."""
+        """Return the server's response, whatever its status; the connection ends with the block."""
         headers = {
             "Content-Type": "application/json",
             **({"Authorization": f"Bearer {self._key}"} if self._key else {}),
@@ -120,7 +118,7 @@ class Site:
                 raise DovetailError(f"the server at {self.url} {self._fault(error)}") from None
 
     def _fault(self, error: OSError | http.client.HTTPException) -> str:
-        """Return what the server did, in words that a terminal can show."""
+        """Describe the server's response in printable words."""
         if isinstance(error, TimeoutError):
             return f"has sent nothing for {self._silence_s:g} s"
         said = printable((str(error) or type(error).__name__).strip()[:MOST_WORDS])
@@ -231,7 +229,7 @@ class WebAnswerer:
 
 
 class _Reply:
-    """A reply on its way: its text, shown as it comes, and its figures."""
+    """A reply in progress: its text, shown as it arrives, and its figures."""
 
     def __init__(self, show: Show) -> None:
         self._show, self._paint = show, Paint()

@@ -37,8 +37,8 @@ LEAST_TEXT, MOST_TEXT = 256, 2048
 configuration names."""
 BEYOND = 16  # tokens behind the last of these positions
 EXACT = 2e-3
-"""Largest accepted difference of a log-probability where the checkpoint's own function is computed:
-rounding alone."""
+"""Largest accepted difference of a log-probability if the function is the checkpoint's own:
+rounding only."""
 MEAN = {
     "int8": 0.1,
     "int4-int8": 0.25,
@@ -47,12 +47,12 @@ MEAN = {
     "bf16": 0.05,
     "fp16": 0.05,
 }
-"""Largest accepted mean difference, where matrices or states are rounded: of int8 and int4 three
-times that of the embedded target (`dovetail selftest`: 0.032 and 0.082)."""
+"""Largest accepted mean difference if matrices or states are rounded: for int8 and int4 three times
+that of the embedded target (`dovetail selftest`: 0.032 and 0.082)."""
 
 
 HALF_CACHE = 0.01
-"""Largest accepted mean difference where keys and values alone are rounded, to 16 bits."""
+"""Largest accepted mean difference if only keys and values are rounded, to 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,9 @@ CARD_COLUMNS = ("weights", "MB", "logits off by", "KL, nats", "same first choice
 def measure_card(
     settings: TargetSettings, prompts: Sequence[Prompt], text_tokens: int | None
 ) -> list["Line"]:
-    """Return a line for each type of weights that the target of settings can have; `text_tokens`:
-    of the text, None: 256. `UserError` where there is nothing to compare with."""
+    """Return a line for each type of weights that the target of the settings can have;
+    `text_tokens`: length of the text, None: 256. `UserError` if there is nothing to compare
+    with."""
     from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
     from dovetail.workers.models.checkpoints.configured import read_config
     from dovetail.workers.models.checkpoints.context import context_of

@@ -233,8 +233,8 @@ def _check(configuration: Configuration) -> None:
 
 
 def _has_draft(configuration: Configuration) -> bool:
-    """True if there is a draft to measure: a substitute, a small model or a head that is named, or
-    the embedded draft of the embedded target."""
+    """True if there is a draft to measure: a substitute, a named small model or head, or the
+    embedded draft of the embedded target."""
     draft = configuration.settings.draft
     return draft.kind == "substitute" or (
         draft.kind in ("auto", "small", *HEAD_KINDS)

@@ -1,11 +1,10 @@
-"""`dovetail plan`: before anything is loaded, what this hardware should do with this model: where
-its layers, a draft and its tree should be, at how many tokens/s and in how much memory, and whether
-speculation pays at all.
+"""`dovetail plan`: plans, before anything is loaded, how this hardware should run this model: where
+to place its layers, draft and tree, the expected tokens/s and memory, and whether speculation pays
+at all.
 
-Models are read by their config.json alone; costs are those that `dovetail calibrate` has kept, or
-estimates that say so; what a draft brings is read off recorded rounds, or assumed from papers. The
-searching is done by `runtime/planner.py`.
-"""
+Models are described by their config.json; costs are those that `dovetail calibrate` has stored, or
+estimates, marked as such; the draft's acceptance comes from recorded rounds, or is assumed from
+papers. `runtime/planner.py` searches."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,10 +1,9 @@
-"""`dovetail profile`: where the time of a run goes, device by device and round by round, with what
-would be possible, and what would make it faster.
+"""`dovetail profile`: where the time of a run goes, device by device and round by round, what would
+be possible, and what would make it faster.
 
-It measures through the same messages as serving: a run of its own, or a server that is watched.
-What is found goes to the terminal, to JSON, to a trace and to one figure. Knows options and files;
-the work is in `profiling/`.
-"""
+It measures through the same messages as serving: a run of its own, or a watched server. Findings go
+to the terminal, to JSON, to a trace and to one figure. Knows options and files; the work is in
+`profiling/`."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -70,7 +69,7 @@ WORDS = {
     "T_V, T_T": "a pass of the target over a tree; a round without any",
     "hit": "the next root was in the tree, and its subtree was kept",
 }
-"""The words of the tables."""
+"""Terms used in the tables."""
 
 
 @click.command("profile", cls=HelpCommand, epilog=explained(WORDS, "Words:"))

@@ -58,7 +58,7 @@ WIDE = {"gamma": 59, "depth": 8, "width": 10}
 
 @dataclass(frozen=True)
 class Case:
-    """One way to sample and one shape of tree."""
+    """A sampling setting and a tree shape."""
 
     sampling: Sampling
     tree: TreeSettings

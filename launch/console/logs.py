@@ -59,7 +59,7 @@ def remove_stderr() -> None:
 
 
 def cut(descriptor: int, longest_bytes: int) -> None:
-    """Shorten a file that is longer than this to half of it, its last lines."""
+    """Shorten a longer file to the last lines that make up half of this size."""
     size, half = os.fstat(descriptor).st_size, longest_bytes // 2
     if size <= longest_bytes:
         return

@@ -28,7 +28,7 @@ class Foreign:
 
 @dataclass(frozen=True)
 class Names:
-    """What `foreign.toml` has."""
+    """The content of `foreign.toml`."""
 
     options: Sequence[Foreign]
     commands: Mapping[str, str]  # commands of ollama and vLLM, and what to write here

@@ -55,7 +55,7 @@ def page(picture: Picture, standing: Standing, console: Console) -> RenderableTy
 
 
 def everything(picture: Picture) -> RenderableType:
-    """All pages, one below the other."""
+    """All pages, one after the other."""
     return Group(
         _head(picture), *(part for name in PAGES for part in (Text(), *_parts(picture, name, None)))
     )

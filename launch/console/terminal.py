@@ -263,7 +263,7 @@ def in_print(value: Any) -> Any:
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """A number of things, such as "2 rounds"; `many`: an irregular plural."""
+    """A count with its noun, such as "2 rounds"; `many`: an irregular plural."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 

@@ -130,7 +130,7 @@ class _Batch:
         self._flying[self._wish.submit(self._connection, dialogue.next_turns())] = dialogue
 
     def _fallen(self, reply: Failed) -> _Dialogue:
-        """The dialogue that a failure is about; one about none of them ends the whole command."""
+        """The dialogue to which a failure belongs; a failure without one ends the whole command."""
         if reply.session not in self._flying:
             raise self._connection.failure(reply)
         return self._flying.pop(reply.session)

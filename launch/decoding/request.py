@@ -100,7 +100,7 @@ def check_stops(stops: Sequence[str]) -> None:
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The argument, or standard input where there is none or it is "-"."""
+    """The argument, or standard input if it is missing or "-"."""
     if prompt is None and sys.stdin.isatty():
         raise UserError(
             "there is no prompt: give it as an argument, on stdin, or in a file with --prompts"

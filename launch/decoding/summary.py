@@ -1,4 +1,4 @@
-"""Lines for people about a reply: what it cost, and where it went without speculation."""
+"""Lines about a reply for people: its cost, and where it was decoded without speculation."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ TOLD_SHARE = 0.05
 """Above this share of the time, the summary includes prefill, and waiting for workers."""
 NOTHING_PAID = "no node was expected to pay, or the draft had not read the prompt yet"
 NOTHING_OFFERED = "the draft offered nothing"
-"""Why a round has no tree where nothing was decided: a policy that does not ask what pays always
+"""Why a round has no tree although nothing was decided: a policy that does not weigh costs always
 asks the draft, and waits for it."""
 
 
@@ -89,10 +89,10 @@ def missing_draft(before: Reported, after: Reported) -> str:
 def without_speculation(
     result: Result, decisions: Sequence[str], *, insists: bool, last: int, missing: str = ""
 ) -> str:
-    """Return how many rounds the target decoded alone, and why: to be measured, for want of room
-    behind the token that a round brings in any case, and by what the coordinator last decided.
-    `insists`: whether the request did; `last`: tokens that the last round brought; `missing`: that
-    there is no draft, in words."""
+    """Return how many rounds the target decoded alone, and why: for measurement, for lack of room
+    after the token that every round adds, or by the coordinator's last decision. `insists`: whether
+    the request did; `last`: tokens of the last round; `missing`: why there is no draft, in
+    words."""
     plain, every = result.plain_rounds, result.plain_rounds == result.rounds
     about = [
         line for line in decisions if line.startswith("session ")

@@ -13,7 +13,7 @@ from dovetail.protocol.files import append
 from dovetail.protocol.messages import Result
 
 BEGIN, MIDDLE = b'{"id": "', b'", "results": ['
-"""The text that `Answers.write` puts before and behind the id."""
+"""The text that `Answers.write` puts before and after the id."""
 ID = re.compile(rb'(?:[^"\\]|\\.)*')
 
 

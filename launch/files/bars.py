@@ -1,5 +1,5 @@
-"""Charts of bars with intervals as SVG, one group below the other, so that long names and many
-groups stay readable. Knows numbers and names, not what they mean."""
+"""Bar charts with intervals as SVG, one group below the other, so that long names and many groups
+stay readable. Knows numbers and names, not what they mean."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,11 +49,8 @@ class Group:
 def draw_bars(
     title: str, along: str, groups: Sequence[Group], *, level: float | None = None
 ) -> str:
-    """Return the SVG of groups of bars, one below the other, over a common axis from 0, which
-    `along` names with its unit; `level` is a value to compare with.
-
-    The title is as `draw` has it.
-    """
+    """Return the SVG of groups of bars, one below the other, over a common axis from 0 with the
+    label `along`; `level` is a value to compare with. The title is as for `draw`."""
     names = list(dict.fromkeys(bar.name for group in groups for bar in group.bars))
     left = MARGIN + min(LABEL, LETTER * max(map(len, names), default=0)) + 8
     deep = sum(GROUP * 1.5 + GAP + (BAR + GAP) * len(group.bars) for group in groups)

@@ -80,7 +80,7 @@ class Curve:
     points: Sequence[tuple[float, float]]
     dashed: bool = False
     band: Sequence[tuple[float, float]] = ()
-    """(low, high) of each point, such as an interval of confidence; none: no band."""
+    """(low, high) of each point, such as a confidence interval; empty: no band."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,9 @@ def check_chart(path: Path | None) -> None:
 def draw(
     title: str, across: str, up: str, curves: Sequence[Curve], *, level: float | None = None
 ) -> str:
-    """Return the SVG of curves over common axes, both from 0; `across` and `up` name the axes with
-    their units, `level` is a height to compare with.
-
-    What stands behind a line break in the title, and what of it is too long for the page, is a
-    second, smaller line.
-    """
+    """Return the SVG of curves over common axes, both from 0; `across` and `up` label the axes,
+    `level` is a height to compare with. The part of the title after a line break, and what is too
+    long for the page, becomes a second, smaller line."""
     with drawing(WIDTH, HEIGHT) as (figure, said):
         heading(figure, title)
         axes = figure.subplots()
@@ -130,11 +127,8 @@ def draw(
 
 
 def draw_panels(title: str, panels: Sequence[Panel]) -> str:
-    """Return the SVG of small charts in lines of two. A curve of the same name has the same colour
-    in all of them, and stands in the legend below once.
-
-    The title is as `draw` has it.
-    """
+    """Return the SVG of small charts, two per line. Curves of the same name have the same colour in
+    all charts, and one entry in the legend below. The title is as for `draw`."""
     names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
     columns, lines = min(ACROSS, len(panels)), math.ceil(len(panels) / ACROSS)
     width = PANEL_WIDTH * columns

@@ -171,11 +171,9 @@ def remove_unused_logs(folder: Path) -> None:
 
 
 def profile_path() -> Path:
-    """The file that keeps what was measured on this machine: dovetail/profile.json in
-    $XDG_CACHE_HOME, else in ~/.cache. It need not be there.
-
-    For a user without a home it begins with "~", and there is no place for it.
-    """
+    """The file with measurements of this machine: dovetail/profile.json in $XDG_CACHE_HOME, else in
+    ~/.cache. It may not exist yet. For a user without a home it begins with "~" and cannot be
+    created."""
     return cache_folder() / "profile.json"
 
 
@@ -187,11 +185,8 @@ def substitutes_path() -> Path | None:
 
 
 def history_path() -> Path | None:
-    """The file that keeps what was typed in conversations: dovetail/chat_history in
-    $XDG_STATE_HOME, else in ~/.local/state; it need not be there.
-
-    None for a user without a home.
-    """
+    """The file with the input of conversations: dovetail/chat_history in $XDG_STATE_HOME, else in
+    ~/.local/state; it may not exist yet. None for a user without a home."""
     return None if (folder := _state_folder()) is None else folder / "chat_history"
 
 
@@ -228,8 +223,8 @@ def remove_old_journals(folder: Path, keep_s: float) -> None:
 
 
 def writable_profile_path() -> Path | None:
-    """The profile file if it can be written, its folders made; None where it cannot, as in many
-    containers: then everything is measured again each time."""
+    """The profile file if it is writable, its folders created; None if not, as in many containers:
+    everything is then measured anew each time."""
     path = profile_path()
     if not path.is_absolute():
         return None

@@ -31,14 +31,14 @@ FOREIGN = (
     *(ValueError, KeyError, TypeError, AttributeError),
     *(OverflowError, RecursionError),
 )
-"""What reading a line raises that is not one of ours."""
+"""Exceptions of parsing a line that was not written by us."""
 
 OUT_FOLDER = _Folder(file_okay=False, path_type=Path)
 
 
 def check_output(path: Path | None, what: str) -> None:
-    """`UserError` if there cannot be a file at `path`; None is fine. A file that is there keeps its
-    content, and none is left where there was none."""
+    """Raise `UserError` if `path` cannot be written; None is fine. An existing file keeps its
+    content, and no new one is left."""
     try:
         if path is not None:
             known = path.exists()

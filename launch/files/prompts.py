@@ -21,7 +21,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, in its order; `UserError` names the line that is none."""
+    """The prompts of a file, in order; `UserError` names the first invalid line."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,10 +1,9 @@
-"""The file that `generate --record` writes: a line a round, `{"id", "turn", "record"}`, for the
-analysis of what was offered, verified and accepted.
+"""The file that `generate --record` writes: a line per round, `{"id", "turn", "record"}`, to
+analyse what was offered, verified and accepted.
 
 `id` is the prompt's in its file, empty for a single prompt; `record` has the fields of
 `messages.RoundRecord`. An interrupted run of a file of prompts continues in the same file: a round
-that is not later than the one before it starts its reply again.
-"""
+number that does not increase begins its reply anew."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ class RecordFile:
 
 @contextmanager
 def open_records(path: Path, *, go_on: bool = False) -> Iterator[RecordFile]:
-    """Open for writing; `go_on`: what an earlier run wrote is kept."""
+    """Open for writing; `go_on`: keep what an earlier run wrote."""
 
     def take(line: bytes) -> None:
         read_round(line)

@@ -35,7 +35,7 @@ class Place:
 
     @property
     def shards_at_nodes(self) -> tuple[tuple[tuple[int, ...], int | None], ...]:
-        """Return the cores of each shard, and its node if that is known."""
+        """Return the cores of each shard, and its node if known."""
         nodes = self.nodes or (None,) * len(self.shards)
         return tuple(zip(self.shards, nodes, strict=True)) if self.shards else ()
 
@@ -47,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Binding:
-    """The part of a place that is in force, and why no more is."""
+    """The part of a placement that is in force, and why no more is."""
 
     level: Literal["full", "cores", "none"]
     place: Place

@@ -18,7 +18,7 @@ TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def read_found(kind: type[ReadT], told: object) -> ReadT:
-    """Return what a process has measured, from its JSON."""
+    """Parse the measurements of a process from JSON."""
     return kind.model_validate_json(json.dumps(told))
 
 

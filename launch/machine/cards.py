@@ -15,7 +15,7 @@ ROOT = Path("/")
 DRM, PCI = "sys/class/drm", "sys/bus/pci/devices"
 KFD = "sys/class/kfd/kfd/topology/nodes"
 NAMES = ("usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids")
-"""The list of the PCI SIG's numbers, in one of the places where distributions have it."""
+"""The PCI ID list, in the places where distributions have it."""
 CARD_CLASSES = ("0x03", "0x12")  # display controllers and processing accelerators
 MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}  # numbers of the PCI SIG
 CARVED = 3 << 30
@@ -28,7 +28,7 @@ and 32 GT/s, 242/256 of 64 (PCI-SIG)."""
 
 @dataclass(frozen=True)
 class Card:
-    """A card, and what can be read of it."""
+    """A graphics card, and its readable values."""
 
     maker: str
     name: str
@@ -49,8 +49,8 @@ class Card:
         return None if percent is None else percent / 100
 
     def idle_s(self) -> float | None:
-        """Return how many seconds it has been powered down since it was started: the least of its
-        parts, since it is busy if one of them is."""
+        """Return how many seconds it has been powered down since it was started: the minimum over
+        its parts, since it is busy if one of them is."""
         patterns = ("tile*/gt*/gtidle/idle_residency_ms", "drm/card*/gt/gt*/rc6_residency_ms")
         found = [_number(path) for pattern in patterns for path in self.folder.glob(pattern)]
         counted = [number for number in found if number is not None]
@@ -155,7 +155,7 @@ def _number(path: Path) -> int | None:
 
 
 def _word(path: Path) -> str:
-    """Return the content of a file; empty where there is none, or its driver refuses."""
+    """Return the content of a file; empty if it is missing, or its driver refuses."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -1,10 +1,9 @@
-"""Cores of this machine for processes that know nothing of each other: each core is claimed by at
-most one of them.
+"""Claims cores of this machine for processes that do not know each other: each core is claimed by
+at most one of them.
 
-A claim is a lock on a file in the runtime directory of the user, which the kernel lets go when its
-holder ends, however it ends. Physical cores come before second hardware threads. Whoever does not
-claim its cores is not seen.
-"""
+A claim is a lock on a file in the user's runtime directory, which the kernel releases when its
+holder ends, however it ends. Physical cores come before second hardware threads. Processes that do
+not claim their cores are not seen."""
 
 import fcntl
 import os

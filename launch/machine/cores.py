@@ -132,8 +132,8 @@ def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
 
 
 def target_nodes(topology: Topology, numa: str, target_bytes: int) -> list[Node]:
-    """The nodes of the target: those named; all of them without NUMA; else the best one, and as
-    many more as it takes to hold its weights."""
+    """The nodes of the target: the named ones; all without NUMA; else the best one, and more if its
+    weights need them."""
     if numa == "off":
         return list(topology.computing)
     if numa != "auto":
@@ -187,8 +187,8 @@ def parse_place(cores: str, nodes: str) -> Place:
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """The memory nodes in "0,2-3", none in an empty text; `UserError` if it is no such list.
-    Whether they exist is checked elsewhere."""
+    """The memory nodes in "0,2-3", none in an empty text; `UserError` for anything else. Whether
+    they exist is checked elsewhere."""
     nodes = _parse_list(text) if text else ()
     if nodes is None:
         raise UserError(f"--memory-nodes {text!r} is not a list of nodes, such as 0 or 0,2-3")
@@ -249,7 +249,7 @@ def _threads(cores: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def _parse_list(text: str) -> tuple[int, ...] | None:
-    """The numbers in "0,2-3" in their order, or None if it is no such list."""
+    """The numbers in "0,2-3" in order; None for anything else."""
     parts = [
         re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip()) for part in text.split(",")
     ]

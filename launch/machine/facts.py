@@ -29,7 +29,7 @@ from dovetail.workers.kernels.build import compiler
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at; `advice` is what to do, empty where nothing is."""
+    """One thing that was checked; `advice` is what to do, empty if nothing."""
 
     name: str
     ok: bool
@@ -67,8 +67,8 @@ class Facts:
     online_cores: int
     memory_refusal: str  # why memory cannot be bound to a node; empty if it can
     inventory: Mapping[str, Any]
-    """The result of `calibration/inventory.py` in workers; with the key `broken` alone where that
-    could not run."""
+    """The result of `calibration/inventory.py` in workers; if that failed, only the key
+    `broken`."""
     gpus: Sequence[Gpu] = ()
     cards: Sequence[Card] = ()  # the graphics cards of AMD and Intel
     driver_problem: str = ""
@@ -91,7 +91,7 @@ class Facts:
 
 
 def gather() -> Facts:
-    """Return what there is on this machine."""
+    """Return the facts of this machine."""
     topology, watched = read_topology(), Others()
     time.sleep(WATCHED_S)
     others = watched.load(lambda pid, _: pid == os.getpid())
@@ -129,8 +129,8 @@ def gather() -> Facts:
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """Return the bytes on disk of each folder and file in `folder`, by name; of what cannot be
-    read, or goes while it is read, nothing."""
+    """Return the disk usage of each folder and file in `folder`, by name; those that cannot be
+    read, or vanish meanwhile, are left out."""
     if not folder.is_dir():
         return {}
     return {place.name: _size(place) for place in folder.iterdir()}
@@ -146,7 +146,7 @@ def _size(place: Path) -> int:
 
 def read_gpus(command: str = "nvidia-smi") -> tuple[list[Gpu], str]:
     """The NVIDIA GPUs, as the driver's own tool describes them, and what is wrong with the driver;
-    neither where there is no such tool."""
+    both empty without that tool."""
     query = [
         command,
         "--query-gpu=name,compute_cap,driver_version,memory.total",
@@ -182,8 +182,8 @@ def _parse_gpu(line: str) -> Gpu | None:
 
 
 def _inventory() -> dict[str, Any]:
-    """Return what torch and the kernels bring; a crash or a missing library there is a finding, not
-    ours."""
+    """Return what torch and the kernels provide; a crash or a missing library is a finding, not an
+    error."""
     command = [sys.executable, "-P", "-m", "dovetail.workers.calibration.inventory"]
     try:
         result = subprocess.run(

@@ -1,11 +1,9 @@
-"""Checks that the models that are to be started together fit into memory, before anything is
-loaded.
+"""Checks that models that are started together fit into memory, before anything is loaded.
 
-Footprints follow from the headers of weight files and are compared with what the kernel would
-still give: to all processes of the machine and its control groups, to those on one memory node, and
-to each process. Refuses with the settings that would fit. Knows settings and sizes, and of
-processes the one alone that workers are forked from.
-"""
+Footprints follow from the headers of weight files and are compared with the available memory: of
+the machine and its control groups, of a memory node, and of each process. The refusal names
+settings that would fit. Knows settings and sizes, and only the process that workers are forked
+from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +58,7 @@ class Need:
         return self.footprint.size
 
     def without_process(self) -> "Need":
-        """Return what it takes beside interpreter and libraries."""
+        """Return the memory in addition to interpreter and libraries."""
         return replace(self, footprint=replace(self.footprint, process=0))
 
 
@@ -119,8 +117,8 @@ def _room() -> Room | None:
 
 
 def nodes_of(place: Place | None) -> tuple[int, ...]:
-    """Return the memory node of a process that is bound to one, or those of its shards; empty if
-    memory may come from any node, as it may when it is interleaved."""
+    """Return the memory nodes of a process bound to one or to shards; empty if its memory may come
+    from any node, as when it is interleaved."""
     if place is None or (len(place.nodes) != 1 and not place.shards):
         return ()
     return place.nodes
@@ -243,7 +241,7 @@ def _in_pieces(settings: Settings) -> bool:
 
 
 def _smaller(settings: Settings, roles: Sequence[str]) -> Iterator[tuple[str, str, Settings]]:
-    """Yield settings that take less, as a name, a value and all of them, the most exact first."""
+    """Yield settings that need less memory, as name, value and all settings, most exact first."""
     tensors = _tensors(with_target(settings.target).model)
     if "target" in roles or "unified" in roles:
         for weights in types_below(
@@ -273,7 +271,8 @@ def _tensors(model: str) -> list[Tensor]:
 
 
 def _folder(model: str) -> Path | None:
-    """Return where a model is, in a folder or in the hub's cache; None for one that is not here."""
+    """Return where a model is, in a folder or in the hub's cache; None if it is not on this
+    machine."""
     if not model or (folder := Path(model).expanduser()).is_dir():
         return folder if model else None
     from dovetail.workers.models.checkpoints.hub import (
@@ -310,7 +309,7 @@ small pair took 1.0 GB together."""
 
 def memory_limit(settings: Settings, role: str) -> int | None:
     """Return the bytes beyond which a process of this role (coordinator, http, target, draft,
-    unified) is at fault; None where its weights are not here or lie in a GPU's memory."""
+    unified) is faulty; None if its weights are elsewhere or in a GPU's memory."""
     if role in ("target", "unified") and settings.memory.ram_bytes is not None:
         return round(MARGIN * (settings.memory.ram_bytes + PROCESS_BYTES))
     if not (needs := [need.footprint for need in needs_of(settings, (role,))]):

@@ -28,7 +28,7 @@ ACCESS = {
 
 
 def build_of(inventory: Mapping[str, Any]) -> str:
-    """Return what a build of torch is for, in words."""
+    """Describe what a build of torch is for."""
     named = {"cuda": "CUDA", "hip": "ROCm", "xpu": "Intel's XPU"}
     return next(
         (f"for {name} {inventory[key]}" for key, name in named.items() if inventory[key]),

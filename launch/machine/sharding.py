@@ -64,7 +64,7 @@ def node_times(
 def choose_numa(
     target: TargetSettings, topology: Topology, profile: Profile, *, shares: bool = False
 ) -> NodeChoice:
-    """Return where a target goes. `shares`: target and draft are one process."""
+    """Return the placement of a target. `shares`: target and draft are one process."""
     numa = str(target.numa)
     nodes = format_numbers(node.number for node in topology.computing if node.memory_bytes)
     if numa == "shard":
@@ -93,7 +93,8 @@ def _measured(times: NodeTimes, chosen: str, other: str) -> str:
 
 
 def choice_of(target: TargetSettings, *, shares: bool = False) -> NodeChoice:
-    """Return where a target goes on this machine; the profile file is read only if it matters."""
+    """Return the placement of a target on this machine; the profile file is read only if it
+    matters."""
     topology = read_topology()
     known = load_profile(profile_path()) if may_be_sharded(target, topology) else Profile()
     return choose_numa(target, topology, known, shares=shares)

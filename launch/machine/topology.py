@@ -20,8 +20,8 @@ MAX_NUMBER = 1 << 16  # the largest number of a core or a node, beyond what any 
 
 @dataclass(frozen=True)
 class Node:
-    """A memory node and what of it this process may use. A node of memory alone (CXL, HBM) has no
-    cores; one without memory has no bytes."""
+    """A memory node, and the part of it that this process may use. A memory-only node (CXL, HBM)
+    has no cores; one without memory has no bytes."""
 
     number: int
     cores: tuple[tuple[int, ...], ...]
@@ -133,8 +133,8 @@ class ControlGroups(GroupFolders):
 
 
 def parse_numbers(text: str) -> frozenset[int]:
-    """The numbers in a list as the kernel writes it, such as "0,2-3"; none in an empty one, or in
-    one that is none."""
+    """The numbers in a list in the kernel's format, such as "0,2-3"; empty for an empty or invalid
+    one."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip())

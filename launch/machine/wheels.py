@@ -50,11 +50,8 @@ def _fits(architecture: str, capability: Capability) -> bool:
 
 
 def build_for(capability: Capability, *, release: str, driver: int | None) -> str:
-    """The build that fits a GPU and its driver, such as cu126; empty if there is none.
-
-    `release`: of torch, such as 2.13.0, which it should be a build of; `driver`: its major version,
-    None if it is not known.
-    """
+    """The build that fits a GPU and its driver, such as cu126; empty if none does. `release`: the
+    torch release to look for, such as 2.13.0; `driver`: its major version, None if unknown."""
     if capability < MAXWELL or (driver is not None and driver < LEAST_DRIVER[12]):
         return ""
     if capability < TURING:
@@ -72,7 +69,7 @@ def fits(build: str, release: str) -> bool:
 
 
 def install_command(build: str, *, release: str) -> str:
-    """Return what to type to get a build: of the release that is there where it exists, else of any
+    """Return the command that installs a build: of the installed release if it exists, else of any
     that fits."""
     first, last = RELEASES[build]
     exact = f"torch=={release.partition('+')[0]}"
@@ -83,8 +80,7 @@ def install_command(build: str, *, release: str) -> str:
 
 
 def driver_for(cuda: str) -> int | None:
-    """The least driver for a build for this version of CUDA, such as 13.0; None where that is not
-    known."""
+    """The minimum driver for a build for this version of CUDA, such as 13.0; None if unknown."""
     major = cuda.partition(".")[0]
     return LEAST_DRIVER.get(int(major)) if major.isdigit() else None
 

@@ -1,2 +1,2 @@
-"""Puts together what the planner of `dovetail plan` needs: sizes, costs with their origins, what
-drafts bring, and what comes of it in words and settings."""
+"""Collects the inputs of the planner of `dovetail plan`: sizes, costs with their origins,
+acceptance of drafts; and turns its plan into words and settings."""

@@ -35,14 +35,14 @@ class Acceptance(Protocol):
 
     @property
     def origin(self) -> str:
-        """Return where the numbers are from, in words."""
+        """Describe the source of the numbers."""
 
     def tokens(self, tree: Tree) -> float:
         """Return the tokens of a round, the target's own included."""
 
     def passes(self, tree: Tree, ahead: float) -> Iterable[tuple[int, float]]:
-        """Return (rows, how many in a round) of the draft's passes that a proposal waits for, as
-        the planner's `Draft` has it."""
+        """Return (rows, how many per round) of the draft's passes that a proposal waits for, for
+        the planner's `Draft`."""
 
 
 # -- assumed ---------------------------------------------------------------------------------------
@@ -74,8 +74,8 @@ PUBLISHED = {
 
 
 def published(kind: str, blocks: int = 1) -> Published:
-    """Return what is known of drafts of a kind; `blocks`: those of a head, where it has more than
-    one."""
+    """Return what is known of drafts of a kind; `blocks`: the number of a head's blocks, if
+    several."""
     if kind not in KINDS:
         return PUBLISHED[kind]
     figures = figures_of(kind)
@@ -87,7 +87,7 @@ def published(kind: str, blocks: int = 1) -> Published:
 
 
 def figures_of(kind: str) -> Figures:
-    """Return the figures that a paper reports of a kind of head; `UserError` where none does."""
+    """Return a paper's figures for a kind of head; `UserError` if there are none."""
     if (figures := KINDS[kind].figures) is None:
         raise UserError(
             f"no figures are known for a {kind} head: run dovetail bench --draft {kind}"
@@ -223,7 +223,7 @@ class _Walk:
         return sum(place < tree.gamma for place in self._places[key])
 
     def _best_places(self, depth: int, width: int) -> list[int]:
-        """Return for each node of the path how many nodes of such a tree are better."""
+        """Return for each node of the path how many nodes of such a tree rank higher."""
         there = (self._levels <= depth) & (self._ranks < width)
         path = [node for node in self._path if there[node]]
         scores = self._scores[there]

@@ -20,8 +20,8 @@ class Offered:
     candidate: Candidate
     draft: Draft
     spread: bool = False
-    """True if it drafts for a target that is spread over memory nodes, and has the cores that this
-    one leaves."""
+    """True if it drafts for a target that is spread over memory nodes, on the cores that this one
+    leaves."""
 
     @property
     def shared(self) -> bool:
@@ -30,7 +30,7 @@ class Offered:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A kind of placement, and what is expected of the best of it."""
+    """A kind of placement, and the expected performance of the best one."""
 
     name: str
     option: Option
@@ -139,7 +139,7 @@ def _best(
 def expected(
     planner: Planner, name: str, option: Option, offered: Offered | None, *, ahead: bool
 ) -> Alternative:
-    """An option with what is expected of it. `ahead`: the draft may go on while the target
+    """An option with its expected performance. `ahead`: the draft may continue while the target
     verifies."""
     if ahead:
         place = option.computed, option.resident

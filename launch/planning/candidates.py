@@ -1,8 +1,6 @@
-"""The drafts that a plan looks at: those that are named, or those that the target could have. Each
-with its size, what it is started with and what it lacks.
-
-Reads config.json and, where there are weights, the names of a head's tensors; computes nothing.
-"""
+"""The drafts that a plan considers: the named ones, or those that the target could have. Each with
+its size, how to start it, and what it lacks. Reads config.json and, if there are weights, the names
+of a head's tensors; computes nothing."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -118,7 +116,7 @@ def trees_of(kind: str, acceptance: Acceptance, width: int) -> list[Tree]:
 
 
 class Reader:
-    """Reads what is named on a command line."""
+    """Reads the drafts named on a command line."""
 
     def __init__(
         self,

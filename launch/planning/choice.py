@@ -43,14 +43,14 @@ OWN = {
     FILE: "the file's own blocks",
     "fp32": "the checkpoint's own numbers",
 }
-"""Weights that are a checkpoint's own, in words."""
+"""Weights in a checkpoint's own type, in words."""
 Say = Callable[[str], None]
 
 
 def with_choices(configuration: Configuration, say: Say) -> tuple[Configuration, list[str]]:
-    """Return settings in which weights and draft are chosen where the user named none, and in words
-    what was chosen. Weights are chosen for a target that is named by itself (`dovetail serve
-    MODEL`); a draft for any target that is no embedded one."""
+    """Return settings with weights and draft chosen if the user named none, and a description of
+    the choice. Weights are chosen only if nothing but the target is named (`dovetail serve MODEL`);
+    a draft for any target except the embedded ones."""
     try:
         model = configuration.settings.target.model
         folder = local_folder(model) if model else None

@@ -73,8 +73,8 @@ def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
 
 
 def read_config(folder: Path, what: str) -> Mapping[str, Any]:
-    """A folder's config.json, with what it leaves to transformers; `CheckpointError` if there is
-    none with the model's sizes."""
+    """A folder's config.json, with transformers' defaults; `CheckpointError` without the model's
+    sizes."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError:
@@ -193,7 +193,7 @@ class Design:
 
     @property
     def parameters(self) -> int:
-        """Return how many weights its matrices have, nearly."""
+        """Return the approximate number of weights in its matrices."""
         return self.layers * self.block + self.head
 
     @property
@@ -231,7 +231,7 @@ class Design:
 
 @dataclass(frozen=True)
 class DraftSize:
-    """The size of a draft: what a pass reads and multiplies, and what it needs of memory."""
+    """The size of a draft: the bytes and operations of a pass, and its memory."""
 
     layers: int
     layer_weights: int

@@ -59,13 +59,13 @@ class TargetPart(Frozen):
     kv_bytes: Annotated[float, Field(gt=0.0, le=8.0, strict=False)]
     """A number of a key or value."""
     resident_gb: Annotated[float, Field(ge=0.0, strict=False)] = 0.0
-    """Weights that lie where they are computed."""
+    """Weights stored where they are computed."""
     resident_bandwidth_gb_s: Rate | None = None
     """At which those are read, and the cache."""
 
     @property
     def spread(self) -> Nodes | None:
-        """Return the nodes that the target can be spread over; None: there is one."""
+        """Return the nodes that the target can be spread over; None if there is only one."""
         return Nodes(self.nodes, float(self.nodes)) if self.nodes > 1 else None
 
 
@@ -161,7 +161,7 @@ class Machine(Frozen):
 
     title: str
     weights: Weights
-    """The target's, where nothing else is asked for."""
+    """The target's, unless another one is set."""
     shared: bool = False
     """True if target and draft compute on one device, and take turns there."""
     target: TargetPart
@@ -169,7 +169,7 @@ class Machine(Frozen):
     link: LinkPart
     memory: MemoryPart | None = None
     host: HostPart | None = None
-    """None: the target runs on it, or nothing is known of it."""
+    """None: the target runs on it, or nothing is known about it."""
 
 
 def machine_names() -> list[str]:

@@ -65,7 +65,7 @@ class Engine:
     pass_us: float = 0.0
     source: str = "measured"  # the origin of these figures
     products: RowsSeconds | None = None
-    """Seconds of one weight over rows, where products with such weights were measured."""
+    """Seconds per weight over rows, if products with such weights were measured."""
 
     def seconds(
         self,
@@ -124,10 +124,10 @@ class Hardware:
     """Seconds of a level without the draft's pass; `proposal_s`: of a proposal."""
     proposal_s: float = PROPOSAL_S
     core: Engine | None = None
-    """The core that drafts where the GPU cannot; None: `draft` stands for it."""
+    """The core that drafts if the GPU cannot; None: `draft` stands for it."""
     nodes: Nodes | None = None
-    """The memory nodes over which the host can spread a target, whose limits are those of one of
-    them; None: there is one."""
+    """The memory nodes over which the host can spread a target, with the limits of one node each;
+    None: there is only one."""
 
 
 def arithmetic(weights: str) -> str:
@@ -191,7 +191,7 @@ def price(
     calibration: Calibration | None = None,
     parts: DeviceCosts | None = None,
 ) -> Prices:
-    """Costs of a target's parts, measured ones where there are any; `width`: bytes of a weight."""
+    """Costs of a target's parts, measured ones if available; `width`: bytes of a weight."""
     origins = {"messages of a round": hardware.messages_from}
     host: Place | None = None
     device: Place | None = None
@@ -261,8 +261,8 @@ def _shared(calibration: Calibration, target: Target) -> Place:
 def over_nodes(
     prices: Prices, hardware: Hardware, target: Target, calibration: Calibration | None = None
 ) -> Machine | None:
-    """Return the machine whose host spreads the target over its memory nodes, and note where that
-    price is from; None where it cannot. `calibration`: of the target when it is spread."""
+    """Return the machine whose host spreads the target over its memory nodes, and note the source
+    of the costs; None if it cannot. `calibration`: of the spread target."""
     host, nodes, origins = prices.machine.host, hardware.nodes, prices.origins
     if host is None or nodes is None:
         return None

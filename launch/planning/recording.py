@@ -78,14 +78,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Library:
-    """A recording of several replies, with what it is of."""
+    """A recording of several replies, with its description."""
 
     about: About
     recordings: tuple[Recording, ...] = field(repr=False)
 
 
 def read_about(path: Path) -> About:
-    """Return what the recording in a folder is of; `UserError` if there is none."""
+    """Return the description of the recording in a folder; `UserError` if there is none."""
     try:
         return About.model_validate_json((path / ABOUT).read_bytes())
     except OSError:
@@ -101,7 +101,7 @@ def read_about(path: Path) -> About:
 
 
 def read_library(path: Path, limit: int | None = None) -> Library:
-    """The first `limit` replies of a recording; `UserError` names the file that is none."""
+    """The first `limit` replies of a recording; `UserError` names the first invalid file."""
     about = read_about(path)
     files = sorted(path.glob(f"*{SUFFIX}"))[:limit]
     if not files:

@@ -161,8 +161,7 @@ class Subject:
         )
 
     def _origins(self, every: Sequence[Alternative]) -> dict[str, str]:
-        """Return where the numbers are from, those of the drafts that stand in the table among
-        them."""
+        """Describe the sources of the numbers, including those of the drafts in the table."""
         there = {one.candidate.name: one.candidate for one in every if one.candidate is not None}
         levels = {
             f"a level of the {name}": str(self.levels[name])
@@ -267,8 +266,8 @@ class Subject:
         )
 
     def _node(self, one: Alternative) -> dict[str, Any]:
-        """Return the setting that keeps a target on the node of an alternative, where `auto` would
-        spread it by what was measured; nothing where it would not."""
+        """Return the setting that keeps a target on the node of an alternative if `auto` would
+        spread it because of measurements; else none."""
         if self.here is None or self.here.spread is None or one.option.nodes > 1:
             return {}
         target = self.configuration.settings.target.model_copy(update={"weights": self.weights})

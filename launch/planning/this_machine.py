@@ -80,8 +80,8 @@ class Here:
         return f"as at its last start: {why}" if why else ""
 
     def level(self, candidate: Candidate, device: str, layout: CoreLayout) -> RowsSeconds | None:
-        """Return t_D of a draft on a device as it was measured here, with the cores that it has in
-        this layout; None: it was not."""
+        """Return t_D of a draft on a device as measured here, with its cores in this layout; None:
+        not measured."""
         settings = candidate.settings
         if candidate.lacks and candidate.kind != "substitute":
             return None
@@ -106,14 +106,14 @@ class Here:
 
     @property
     def draft_device(self) -> str:
-        """Return where a draft goes."""
+        """Return the placement of a draft."""
         wanted = self.configuration.settings.draft.device
         return wanted if wanted != "auto" else self.device or "cpu"
 
 
 def look_here(configuration: Configuration, say: Say, before: Here | None = None) -> Here:
-    """Return what is known of the target of the settings on this machine; what is unknown is
-    measured in a second, or estimated. `before`: of the same target in other weights."""
+    """Return what is known of the settings' target on this machine; unknown costs are measured
+    within a second, or estimated. `before`: those of the same target with other weights."""
     settings = configuration.settings
     layout, spread = layouts_for(settings.target)
     threads = len(layout.target.cores)

@@ -1,4 +1,5 @@
-"""The types of weights that a target can have on this machine, and what each of them computes."""
+"""The types of weights that a target can have on this machine, and the function that each
+computes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +28,8 @@ LOSSES = {
     INT4: "another function: logits move by about 10 %; the first load takes longer",
     FILE: "the file's blocks; activations in int8 move logits by about 1 %",
 }
-"""Types of weights, and in words what is lost with them: measured on the embedded target
-(`dovetail selftest --card`)."""
+"""Types of weights, and their loss of accuracy in words: measured on the embedded target (`dovetail
+selftest --card`)."""
 EXACT = "the file's function; keys and values in fp16 move logits by 1e-4 to 2e-3"
 """Weights `file` with activations in fp32, in words."""
 
@@ -64,5 +65,5 @@ def _in_16_bits(folder: Path, tensors: Sequence[Tensor]) -> bool:
 
 
 def loss_of(weights: str, activations: str) -> str:
-    """Return in words what is lost with weights of a type; empty where nothing was measured."""
+    """Describe the loss of accuracy with weights of a type; empty if nothing was measured."""
     return EXACT if (weights, activations) == (FILE, "fp32") else LOSSES.get(weights, "")

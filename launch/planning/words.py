@@ -1,5 +1,5 @@
-"""Puts a plan into words: each alternative in words, why it is as fast as it is, the settings that
-start it, and whether speculation is worth it."""
+"""Describes a plan: each alternative, why it is as fast as it is, the settings that start it, and
+whether speculation is worth it."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def _span(first: int, last: int) -> str:
 
 
 def why(one: Alternative) -> str:
-    """Return what bounds it."""
+    """Return its bottleneck."""
     option = one.option
     rows = 1 if option.tree is None else option.tree.gamma + 1
     passes = f"{_ms(option.verify_s)} a pass of {rows} {'row' if rows == 1 else 'rows'}"
@@ -68,7 +68,7 @@ def _ms(seconds: float) -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits, and no powers of ten."""
+    """Format with three digits and no exponent."""
     return f"{value:.3g}" if value < 1000.0 else f"{value:.0f}"
 
 
@@ -200,8 +200,8 @@ def verdict(
 
 
 def _over_nodes(found: Sequence[Alternative]) -> str | None:
-    """Return in words what it brings to spread the target over memory nodes; None where it is not
-    looked at, or nothing else is."""
+    """Describe the gain from spreading the target over memory nodes; None if it was not considered,
+    or nothing else was."""
     spread = next((one for one in found if one.option.nodes > 1), None)
     other = next((one for one in found if one.option.nodes == 1), None)
     if spread is None or other is None:
@@ -236,7 +236,7 @@ def against_offloading(needed_gb_s: float, bus_gb_s: float | None) -> str:
 def told(
     one: Alternative, device: str, found: Mapping[str, Any], alone: Alternative | None
 ) -> dict[str, Any]:
-    """An alternative as `--json` has it."""
+    """An alternative in the format of `--json`."""
     option, tree, candidate = one.option, one.option.tree, one.candidate
     return {
         "name": one.name,

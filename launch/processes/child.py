@@ -108,7 +108,7 @@ def end_undisturbed() -> None:
 
 
 def claim_stdout() -> TextIO:
-    """Yield stdout for our parent alone; other output (such as ONEDNN_VERBOSE) goes to stderr from
+    """Yield stdout for our parent only; other output (such as ONEDNN_VERBOSE) goes to stderr from
     now on."""
     said = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -338,7 +338,7 @@ def open_client(
 
 
 def names_models(configuration: Configuration) -> str:
-    """The first flag that is about the workers, unlike `--draft none` and `--draft.ahead`, which
+    """The first flag that concerns the workers, unlike `--draft none` and `--draft.ahead`, which
     any coordinator can serve."""
     flags = (
         n
@@ -389,8 +389,8 @@ def call_model(model: str) -> str:
 def connected_by_target(
     configuration: Configuration, address: str | None
 ) -> Iterator[tuple[Connection, Configuration]]:
-    """A connection as `connected` makes it, and the settings with the sampling defaults of its
-    target; what is taken over is noted. A target elsewhere brings none: its folder is not here."""
+    """A connection as from `connected`, and the settings with the target's sampling defaults; the
+    changes are reported. A target on another machine has none: its folder is not here."""
     if names_models(configuration):  # a damaged file is reported before a model is loaded
         with suppress(CheckpointError):  # a model that is not there, by who looks for it
             with_generation_config(configuration)
@@ -406,7 +406,7 @@ def connected_by_target(
 
 
 def _folder(workers: tuple[WorkerState, ...]) -> Path | None:
-    """The folder of the target that serves; None where it is on another machine, or not found."""
+    """The folder of the serving target; None if it is on another machine, or not found."""
     for worker in workers:
         if "target" not in worker.roles or worker.standby or worker.leaving:
             continue

@@ -89,7 +89,7 @@ class Notifier:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the loops of a process, as a worker's loop knows it."""
+    """A loop of a process, through the interface of a worker's loop."""
 
     notifier: Notifier
     name: str

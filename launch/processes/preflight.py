@@ -1,7 +1,6 @@
-"""Refuses what cannot work before a process is started or torch is imported, such as a missing
-model. The checks look at files only, so that a typo is reported before anything is loaded; the
-worker finds out whether a model is complete and fits.
-"""
+"""Refuses impossible settings, such as a missing model, before a process is started or torch is
+imported. The checks only look at files, so that a typo is reported before anything is loaded; the
+worker finds out whether a model is complete and fits."""
 
 import json
 import resource
@@ -61,8 +60,8 @@ def check_target(settings: Settings) -> None:
 
 
 def why_not_sharded(target: TargetSettings) -> str:
-    """Return in words which setting prevents that the kernels compute the whole target on the CPU;
-    empty if none does."""
+    """Return which setting prevents the kernels from computing the whole target on the CPU, in
+    words; empty if none does."""
     return next(
         (
             words

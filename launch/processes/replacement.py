@@ -34,7 +34,7 @@ class Change:
         *,
         beside: bool,
     ) -> None:
-        """`expected`: what a target must compute. `beside`: no worker leaves."""
+        """`expected`: the fingerprint of the target. `beside`: no worker leaves."""
         self._client, self._old, self._expected, self._beside = client, old, expected, beside
         self._names: dict[Role, str] = {
             part: f"{name}-{part}" if role == "unified" else name for part in old
@@ -139,7 +139,7 @@ def summary_of(newcomer: WorkerState, old: WorkerState | None) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Expected:
-    """What a replacing target must compute."""
+    """The fingerprint that a replacing target must have."""
 
     fingerprint: str  # the other target's fingerprint; empty if unknown
     asked: Collection[str]  # the dotted names of settings given for the new one
@@ -240,7 +240,7 @@ def is_in_place(client: Client, newcomer: WorkerState) -> bool:
 
 
 def named(workers: Sequence[WorkerState], name: str) -> WorkerState:
-    """The worker of this name or pid; `UserError` names the choices if there is none, or are
+    """The worker of this name or pid; `UserError` names the choices if there is none, or
     several."""
     found = [worker for worker in workers if worker.name == name] or [
         worker for worker in workers if re.fullmatch("[0-9]+", name) and worker.pid == int(name)

@@ -309,8 +309,7 @@ class Supervisor(Unwinding):
         self._have_minded(warden.FOLDER, str(path.parent))
 
     def owns_folder(self, folder: Path) -> None:
-        """Children have their sockets in this folder, one after the other; it is removed with the
-        last of them."""
+        """The folder with the children's sockets; it is removed with the last of them."""
         self._folders.append(folder)
         self._have_minded(warden.FOLDER, str(folder))
 

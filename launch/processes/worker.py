@@ -66,8 +66,8 @@ def await_address(configuration: Configuration, role: Role) -> str:
 def place_of(
     role: Role, target: TargetSettings, cores: str | None, memory_nodes: str
 ) -> Place | None:
-    """Return the cores and nodes to bind this worker to: those given, else for a target on a
-    machine with several nodes those of its settings; None to bind it to none."""
+    """Return the cores and nodes to bind this worker to: the given ones, else, for a target on a
+    machine with several nodes, those of its settings; None: no binding."""
     if cores is not None:
         return parse_place(cores, memory_nodes)
     if memory_nodes:
@@ -79,8 +79,8 @@ def place_of(
 
 
 def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int:
-    """Threads of this worker: those of the settings, else one for each core that it is bound to,
-    else those of the layout of one machine."""
+    """Threads of this worker: those of the settings, else one per core that it is bound to, else
+    those of the layout for one machine."""
     if role != "draft" and target.threads != "auto":
         if place is not None and target.threads > len(place.cores):
             raise UserError(

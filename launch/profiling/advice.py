@@ -1,9 +1,8 @@
-"""Advises what would make a run faster, and by how much: the planner's choice on what its rounds
-cost and brought, and on what this machine could do with the target elsewhere.
+"""Suggests what would make a run faster, and by how much: the planner's choice, given the costs and
+acceptance of its rounds, and what this machine could do with the target elsewhere.
 
-Gains are quotients of two predictions, of the changed settings and of those in force, so that what
-the prediction leaves out is left out of both.
-"""
+Gains are ratios of two predictions, for the changed and the present settings, so that errors of the
+prediction largely cancel."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ REPLAYED = "replayed from the offered trees, with the measured passes"
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, and what it would bring."""
+    """A change, and its expected gain."""
 
     name: str  # the kind of change, in a word: tree, policy, ahead, alone, weights, placement
     what: str
@@ -88,9 +87,9 @@ class Rates:
 def advise(
     rates: Rates, measured: float | None, subject: Subject | None, say: Callable[[str], None]
 ) -> list[Advice]:
-    """Return every change that was looked at: what keeps the target as it is first, then the
-    largest gain. `measured`: tokens a second of the run, where they are known; `subject`: the
-    target on this machine, None where it is not known what that could do."""
+    """Return every change that was considered: those that keep the target as it is first, then by
+    gain. `measured`: the run's tokens per second, if known; `subject`: the target on this machine,
+    None if its potential is unknown."""
     found = [*_drafting(rates, measured)] if rates.draft is not None else []
     if subject is not None and rates.evidence.on_cpu:
         found += [*_weights(rates, subject, say), *_placements(rates, subject)]

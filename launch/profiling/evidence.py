@@ -32,11 +32,11 @@ class Evidence:
     soundings: Soundings = field(default_factory=Soundings)
     adapts: bool = False  # true if the size of the tree follows what pays
     set_here: bool = True
-    """True if the tree is set by this command, and not by whoever asks a server."""
+    """True if this command sets the tree, rather than the clients of a server."""
     own_device: bool = True  # true if the draft has a separate device, or separate cores
     missed: int = 0
     changes: Mapping[str, str] = field(default_factory=dict)
-    """Workers that came or went meanwhile, and what of it they did."""
+    """Workers that came or went meanwhile, and which of the two."""
     coordinator: int | None = None  # process number of the coordinator, if it runs on this machine
 
     @property

@@ -1,5 +1,5 @@
 """The figure of a profile: how every device spent the run, and where a round's time goes, as bars
-of one SVG. Stripes show what is waited for, in the colour of whoever works meanwhile."""
+of one SVG. Stripes mark waiting, in the colour of the process that works meanwhile."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ LOOKS: Mapping[str, tuple[str, str]] = {
     "no work": (IDLE, ""),
     "unaccounted": (IDLE, "++"),
 }
-"""What a part of a bar shows -> colour and hatch."""
+"""Meaning of a part of a bar -> colour and hatch."""
 WAITS = {
     "draft": "waits for the draft",
     "target": "waits for the target",

@@ -34,8 +34,8 @@ FEW = 30  # rounds of which no figure should be trusted
 def find(
     evidence: Evidence, subject: Subject | None, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Compute all findings of a run. `subject`: its target on this machine, None where it is not
-    known what that could do."""
+    """Compute all findings of a run. `subject`: its target on this machine, None if its potential
+    is unknown."""
     actors = [Actor(worker.name, worker.roles) for worker in evidence.workers]
     actors.append(Actor(timeline.COORDINATOR, ("coordinator",)))
     uses = timeline.uses(evidence.slices, actors, evidence.start_ns, evidence.end_ns)
@@ -155,8 +155,8 @@ def _gpus(evidence: Evidence) -> dict[str, Any]:
 
 
 def _others(evidence: Evidence) -> dict[str, Any] | None:
-    """Return what other programs took of the cores of the workers on this machine: shares of their
-    time. None where it is not known: a worker came or went, or the run was short."""
+    """Return the share of time that other programs took of the cores of the workers on this
+    machine. None if unknown: a worker came or went, or the run was short."""
     own = [worker.cores for worker in evidence.workers if worker.host == evidence.here]
     cores = sorted({core for its in own for core in its})
     if evidence.changes or len(evidence.samples) < 2 or not cores:
@@ -263,9 +263,9 @@ def _pass(evidence: Evidence, subject: Subject, t_v_s: float) -> dict[str, Any] 
 
 
 def _experts(evidence: Evidence, target: RowCosts) -> dict[str, float] | None:
-    """Return how many experts a drafted pass goes through, how many it would if rows chose
-    independently, the cost of one in us, and the share of all in the seconds of the pass; None if
-    none are counted."""
+    """Return how many experts a drafted pass uses, how many it would if rows chose independently,
+    the cost of one in us, and the share of all in the seconds of the pass; None if none are
+    counted."""
     records = [record for record in evidence.drafted if record.experts]
     if target.experts is None or not records:
         return None
@@ -349,7 +349,7 @@ def _of_pass(found: Mapping[str, Any], t_v_s: float, *, judged: bool) -> str:
 def _of_experts(experts: Mapping[str, float] | None) -> Iterator[str]:
     if experts is not None:
         yield (
-            f"A drafted pass goes through {experts['a_pass']:.0f} of the {experts['most']:.0f} "
+            f"A drafted pass uses {experts['a_pass']:.0f} of the {experts['most']:.0f} "
             f"experts of all layers ({experts['independent']:.0f} if its rows chose "
             f"independently); each takes {experts['expert_us']:.3g} us, together "
             f"{experts['share']:.0%} of the pass."

@@ -1,9 +1,8 @@
-"""The costs and the acceptance of a run, in the terms that the planner asks in.
+"""The costs and the acceptance of a run, as the planner needs them.
 
-A proposal is a list of nodes, best first, in which every beginning is a tree, and which nodes the
-target chose is known. So what a smaller tree, or one of fewer levels, would have brought is read
-off the rounds of a larger one, and what it would have cost off the passes.
-"""
+A proposal is a list of nodes, best first, in which every prefix is a tree, and the nodes that the
+target chose are known. The gain of a smaller tree, or one with fewer levels, is therefore read off
+the rounds of a larger one, and its cost off the passes."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,8 +46,7 @@ class Offer:
     foreseen: bool
 
     def brings(self, tree: Tree) -> int:
-        """Return how many of the chosen nodes such a tree would have had: the beginning of the
-        path."""
+        """Return how many of the chosen nodes such a tree would have had: a prefix of the path."""
         inside = [node for node, level in enumerate(self.levels) if level <= tree.depth]
         kept = set(inside[: tree.gamma])
         return next(
@@ -110,8 +108,8 @@ def replayed(evidence: Evidence) -> Replayed:
 
 
 def costs_of(evidence: Evidence, mixture: Mixture | None = None) -> PairCosts:
-    """Return what passes and rounds of the run took. Of passes over a single row, where there were
-    none, what the coordinator has learned; `mixture`: of a target with experts."""
+    """Return the times of passes and rounds of the run. If there were no passes over a single row,
+    the coordinator's learned time is used; `mixture`: of a target with experts."""
     costs = PairCosts(RowCosts(experts=_known_experts(evidence, mixture)))
     shared = not timeline.one_by_one(evidence.rounds)
     for passed in _shared_passes(evidence) if shared else _passes(evidence):
@@ -176,7 +174,7 @@ def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float, int]
 
 
 def planner_of(evidence: Evidence, costs: PairCosts) -> Planner:
-    """Return what plans a target that stays where it is, by what its passes took."""
+    """Return a planner for a target that stays where it is, based on the times of its passes."""
     sessions = timeline.sessions_a_pass(evidence.inside)
 
     def pass_s(rows: int) -> float:

@@ -29,7 +29,7 @@ LANES_GT_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
 
 class Absent(Exception):
-    """There is no such reading here; the text has the reason."""
+    """Raised if a reading does not exist here; the text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Sample:
-    """All readings of a moment."""
+    """All readings at one moment."""
 
     at_ns: int
     cores: Mapping[int, tuple[float, float]]
@@ -177,7 +177,7 @@ class SysfsCards:
 
 
 class Samplers:
-    """All samplers that this machine has, read together."""
+    """All samplers of this machine, read together."""
 
     def __init__(self, pids: Sequence[int] = (), *, root: Path = ROOT) -> None:
         """`pids`: the processes of this machine that are looked at."""
@@ -231,8 +231,8 @@ def _cores() -> Mapping[int, tuple[float, float]]:
 
 
 def busy_cores(first: Sample, last: Sample, cores: Sequence[int]) -> float | None:
-    """Share of the time between two samples in which these cores were busy, with whatever; None
-    where none of them was read, or no time has passed."""
+    """Share of the time between two samples in which these cores were busy with anything; None if
+    none of them was read, or no time has passed."""
     known = [core for core in cores if core in first.cores and core in last.cores]
     busy, every = (
         sum(last.cores[core][part] - first.cores[core][part] for core in known) for part in (0, 1)

@@ -2,9 +2,8 @@
 Pure: intervals on one clock in, seconds out.
 
 A process is busy during its spans. Otherwise, while a session runs, it waits for the other side,
-for the coordinator, or for a message on its way; without a session there is no work. Growth ahead
-of a verdict is busy time of the draft that no round waits for.
-"""
+for the coordinator, or for a message in transit; without a session there is no work. Growth ahead
+of a verdict counts as busy time of the draft that no round waits for."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ class Slice:
     session: int | None = None
     round: int | None = None
     shared: tuple[tuple[int, int], ...] = ()
-    """Session and round of each, where it was about several."""
+    """Session and round of each, if it belongs to several."""
 
     @classmethod
     def of(cls, seen: SeenSpan) -> "Slice":
@@ -48,8 +47,8 @@ class Slice:
 
     @property
     def about(self) -> Sequence[tuple[int, int]]:
-        """Session and round of all that it was about; those of a session that are about no round of
-        it are not among them."""
+        """Session and round of everything it belongs to; spans of a session outside of its rounds
+        are left out."""
         if self.shared or self.session is None or self.round is None:
             return self.shared
         return ((self.session, self.round),)
@@ -57,7 +56,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Actor:
-    """A process that is looked at: a worker or the coordinator."""
+    """An observed process: a worker or the coordinator."""
 
     name: str
     roles: tuple[str, ...]
@@ -217,7 +216,7 @@ class Split:
 
 
 def split_of(rounds: Sequence[SeenRound]) -> Split | None:
-    """Return the mean of all rounds that follow another one of their session; None without any."""
+    """Return the mean of all rounds that follow another one of their session, or None."""
     ordered = sorted(rounds, key=lambda seen: (seen.session, seen.record.round))
     pairs = [
         (one, two)

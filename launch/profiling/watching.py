@@ -25,9 +25,9 @@ class Watch:
         self._workers: dict[str, SeenWorker] = {}
         self._there: Sequence[str] = ()
         self.changes: dict[str, str] = {}
-        """Workers that came or went meanwhile, and what of it they did."""
+        """Workers that came or went meanwhile, and which of the two."""
         self.start_ns = self.end_ns = 0
-        """The stretch of time that is watched, on the coordinator's clock."""
+        """The watched interval, on the coordinator's clock."""
         self._looked_s = self._sampled_s = 0.0
 
     @property
@@ -57,7 +57,7 @@ class Watch:
             self._looked_s = now_s
 
     def end(self) -> None:
-        """The last look; what happens after it is not seen."""
+        """The last look; later events are not seen."""
         self.samplers.take()
         while self._look().more:
             pass

@@ -75,8 +75,8 @@ class Workload:
         return 1 + (len(LADDER) + WIDE_PROMPTS if self.drafts else 0)
 
     def _fixed(self, gamma: int, depth: int) -> TreeSettings:
-        """A tree of that size that is grown level by level; rejection sampling knows static ones
-        alone."""
+        """A tree of this size that is grown level by level; rejection sampling requires a static
+        one."""
         tree = self.settings.tree
         policy = tree.policy if self.settings.sampling.acceptance == "rejection" else "dynamic"
         return tree.model_copy(

@@ -15,7 +15,7 @@ from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 FUNCTIONS = {"fp32": "the file's exact function", "half": "exact for 16-bit files alone"}
 """Weights -> what they compute from a GGUF file; others compute another function."""
 BLOCKS = {"int8": "its blocks, times activations in int8", "fp32": FUNCTIONS["fp32"]}
-"""Activations -> what weights `file` compute."""
+"""Activations -> the function that weights `file` compute."""
 LESS = "--weights file takes less"
 EXACT, ROUNDED = "the checkpoint's exact weights", "weights rounded once more"
 
@@ -58,8 +58,7 @@ def blocks_in_words(target: TargetSettings) -> str:
 
 
 def _scheme_in(folder: Path) -> str:
-    """The quantisation method of a folder's weights; empty if there is none that we read (loading
-    reports it)."""
+    """The quantisation method of a folder's weights; empty if we read none (loading reports it)."""
     try:
         scheme = scheme_of(text_part(read_json(folder / "config.json")))
     except (CheckpointError, ValueError):

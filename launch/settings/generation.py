@@ -21,9 +21,9 @@ TAKEN = {
 
 
 def with_generation_config(configuration: Configuration) -> tuple[Configuration, str]:
-    """Return settings completed by the target's sampling defaults, and in words what was taken
-    over; empty if nothing. `SettingsError` for a damaged file, or a value that no request may
-    have."""
+    """Return settings completed by the target's sampling defaults, and a description of the
+    changes; empty if there are none. `SettingsError` for a damaged file, or a value that no request
+    may have."""
     settings = configuration.settings
     if settings.sampling.generation_config == "none" or not settings.target.model:
         return configuration, ""
@@ -36,7 +36,7 @@ def with_generation_config(configuration: Configuration) -> tuple[Configuration,
 
 
 def by_folder(configuration: Configuration, folder: Path | None) -> tuple[Configuration, str]:
-    """As `with_generation_config`, for the target in this folder; None if it is not known."""
+    """As `with_generation_config`, for the target in this folder; None if it is unknown."""
     if folder is None or configuration.settings.sampling.generation_config == "none":
         return configuration, ""
     file = folder / FILE

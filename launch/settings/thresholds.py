@@ -63,8 +63,7 @@ def thresholds_of(
 
 
 def read_thresholds(path: Path) -> Thresholds:
-    """The content of a file; `SettingsError` if there is none, or it is not a file of
-    thresholds."""
+    """The content of a file; `SettingsError` if it is missing, or not a file of thresholds."""
     try:
         content = tomllib.loads(read_text(path, f"the file of thresholds {path}"))
     except OSError as error:

@@ -30,7 +30,7 @@ TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
 
 @dataclass(frozen=True)
 class Wish:
-    """The wishes of the command line; None: the value of the preset."""
+    """The options on the command line; None: the preset's value."""
 
     kind: str
     out: Path

@@ -47,9 +47,9 @@ def with_speedups(
     plain: str,
 ) -> list[dict[str, Any]]:
     """Return the rows with `speedup`, their output throughput over that of `plain` at the same
-    concurrency, and `differ`, the number of replies whose text is not that of `plain`; both are
-    None where there is no `plain`. `texts`: the replies of every method and concurrency, by the
-    number of the request."""
+    concurrency, and `differ`, the number of replies whose text differs from that of `plain`; both
+    are None without `plain`. `texts`: the replies of every method and concurrency, by the number of
+    the request."""
     alone = {row["max_concurrency"]: row for row in rows if row["method"] == plain}
     told = []
     for row in rows:

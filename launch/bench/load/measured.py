@@ -123,7 +123,7 @@ def levels_of(text: str) -> tuple[int, ...]:
 
 def measure(server: Served, plan: Plan) -> Findings:
     """Run every load with the methods in turn, each of them first equally often. Ctrl-C, or the
-    loss of a process of ours, ends it with what has been measured so far."""
+    loss of one of our processes, ends it with what has been measured so far."""
     found = Findings()
     _warm_up(server, plan)
     total = plan.repeat * len(server.methods) * sum(map(plan.requests_at, plan.levels))

@@ -1,5 +1,5 @@
 """One streamed chat completion and the times of its chunks, from any server that speaks the OpenAI
-API. What goes wrong becomes a reply with an error, not an exception."""
+API. Failures become a reply with an error, not an exception."""
 
 import http.client
 import json
@@ -27,7 +27,7 @@ MOST_COUNTED = 1 << 40  # the most tokens that a server can report; a larger num
 
 @dataclass
 class Reply:
-    """A request and what came of it; times are seconds of `time.perf_counter`."""
+    """A request and its outcome; times are seconds of `time.perf_counter`."""
 
     number: int
     began_s: float
@@ -61,13 +61,13 @@ class Reply:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds to the first chunk with text; None for a reply that has none."""
+        """Seconds to the first chunk with text; None without text."""
         return self.chunks_s[0] - self.began_s if self.chunks_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first, (latency - TTFT) / (tokens - 1); None where there is
-        no second token."""
+        """Seconds per token after the first, (latency - TTFT) / (tokens - 1); None without a second
+        token."""
         first = self.ttft_s
         if first is None or self.output_tokens < 2:
             return None
@@ -152,8 +152,8 @@ def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def _text(event: Mapping[str, Any]) -> str | None:
-    """Return the text of an event; the first chunk of many servers has only the role. None: it is
-    no chunk of a completion."""
+    """Return the text of an event, empty for the first chunk of many servers, which has only the
+    role. None: it is not a chunk of a completion."""
     choices = event.get("choices") or []
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         return None

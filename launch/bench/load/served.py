@@ -1,5 +1,5 @@
-"""The server that is measured under load: an existing one, by its URL, or a stack of our own behind
-the HTTP API, which ends with the block."""
+"""The server under load: an existing one, by its URL, or our own stack behind the HTTP API, which
+ends with the block."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from dovetail.protocol.errors import DovetailError, UserError
 PLAIN, DRAFTED, OTHER = "none", "draft", "server"
 """Methods: our target alone, our target with its draft, any other server as it is."""
 SILENCE_S = 600.0
-"""A server that is silent for so long counts as lost; a request may wait behind others."""
+"""A server that is silent for this long counts as lost; a request may wait behind others."""
 
 FIRST_S = 30.0  # seconds to wait for a server's model before the first request
 

@@ -31,7 +31,7 @@ def image() -> str:
 
 
 def in_container(path: Path) -> str:
-    """Return where a model is in a container."""
+    """Return the path of a model in a container."""
     snapshot = path.parent.name == "snapshots"
     parts = (path.parent.parent.name, *path.parts[-2:]) if snapshot else (path.name,)
     return "/".join((MODELS, *parts))

@@ -64,8 +64,8 @@ class Part:
 
 
 def settled(configuration: Configuration) -> Configuration:
-    """Return the settings as in `serve`: with the sampling defaults of the target, and weights and
-    draft chosen where the user set none. `UserError` for a random port."""
+    """Return the settings as in `serve`: with the target's sampling defaults, and weights and draft
+    chosen if the user set none. `UserError` for a random port."""
     if configuration.settings.http.port == 0:
         raise UserError("http.port = 0 is another port at every start: name one with --http.port")
     return with_choices(with_generation_config(configuration)[0])
@@ -151,8 +151,8 @@ def local_host(host: str) -> bool:
 
 
 def _moved(command: list[str], there: Destination) -> Iterator[str]:
-    """Yield a command with the models where they are there, and without cores of this machine for
-    another one."""
+    """Yield a command with its model paths replaced and, unless `there.bound`, without core
+    lists."""
     for flag in command:
         if flag.startswith(PLACES) and flag.partition("=")[2]:
             name, _, model = flag.partition("=")

@@ -110,8 +110,8 @@ def _check_readable(model: Path) -> None:
 
 
 def _class_of(owner: int, group: int) -> int:
-    """Return where in a mode the bits of the user of the units are: those of others, unless this
-    machine has a user or a group of that name, which systemd then takes."""
+    """Return the shift of the permission bits that apply to the units' user: those of others,
+    unless this machine has a user or a group of that name, which systemd then uses."""
     with suppress(KeyError):
         if owner == pwd.getpwnam(USER).pw_uid:
             return 6
@@ -255,8 +255,7 @@ def _literal(path: Path) -> str:
 
 
 def _bound(path: Path) -> str:
-    """Return a path as it stands in a list of paths, whose colons have a meaning and whose dollars
-    have none."""
+    """Return a path for a list of paths, in which colons are special and dollars are not."""
     escaped = re.sub(r'([\\":])', r"\\\1", _literal(path))
     return f'"{escaped}"' if UNPLAIN.search(escaped) else escaped
 

@@ -1,5 +1,5 @@
-"""Decides what a service's parts need of the nodes of a cluster, and reports what is missing. Pure:
-settings and nodes are arguments."""
+"""Decides which node resources a service's parts need in a cluster, and reports what is missing.
+Pure: settings and nodes are arguments."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -112,7 +112,7 @@ def _reserved(wishes: Mapping[str, float]) -> dict[str, float]:
 
 def _cores(settings: Settings, roles: Sequence[Played], nodes: Sequence[Node]) -> dict[str, int]:
     """Return the cores of a target and a draft: those of the settings, else a replica's share of
-    the largest nodes, of which a draft has one if there are two."""
+    the largest nodes, of which a draft gets one if there are two."""
     largest = max((node.resources.get(CPU, 0.0) for node in nodes), default=1.0)
     alike = sum(node.resources.get(CPU, 0.0) == largest for node in nodes) or 1
     share = int(largest // math.ceil(settings.ray.replicas / alike))

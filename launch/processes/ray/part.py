@@ -90,7 +90,7 @@ class RemotePart:
         return self._ending is not None
 
     def begin(self, command: Command) -> None:
-        """Start its process as soon as there is a node."""
+        """Start its process as soon as a node is available."""
         self._command = command
 
     def heard(self) -> str:

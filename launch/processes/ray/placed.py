@@ -1,4 +1,4 @@
-"""Opens what `dovetail serve --engine ray` serves: one service, or several behind a router."""
+"""Starts what `dovetail serve --engine ray` serves: one service, or several behind a router."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -119,7 +119,7 @@ class RaySite:
         return part
 
     def misfit(self, name: str, loading: Mapping[str, Running]) -> str:
-        """Always empty: there is room in its bundle, or Ray looks for some."""
+        """Always empty: its bundle has room, or Ray finds some."""
         del name, loading
         return ""
 

@@ -1,1 +1,1 @@
-"""A service: its parts, what is decided about them, and where they run."""
+"""A service: its parts, the decisions about them, and where they run."""

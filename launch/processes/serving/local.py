@@ -98,7 +98,7 @@ class Local:
         self._early: dict[str, Child] = {}
         """Workers that have been started and wait for the address of the coordinator."""
         self._begun_early: Callable[[], dict[str, Child]] = dict
-        """Returns these workers, once they have imported what they need."""
+        """Return these workers once they have imported their modules."""
 
     def begin(self) -> None:
         """Start the workers ahead; a process without threads can fork them."""

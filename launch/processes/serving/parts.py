@@ -16,7 +16,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a process: its exit code, in words too."""
+    """The end of a process: its exit code, also in words."""
 
     code: int
     words: str

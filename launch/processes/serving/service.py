@@ -102,7 +102,7 @@ class Service:
 
     def run_until_ready(self, say: Callable[[str], None]) -> None:
         """Start everything else, and wait; the error of the first process that ends is raised.
-        `say` is called with what is awaited."""
+        `say` is called with what is being waited for."""
         told = (
             sys.stderr.isatty()
         )  # `say` shows it; otherwise it is logged once only models are missing

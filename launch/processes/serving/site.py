@@ -46,7 +46,7 @@ class Running(Protocol):
         """Return the lines of its stderr since the last call, also once it has ended."""
 
     def ending(self) -> Ending:
-        """Return how it has ended."""
+        """Return how it ended."""
 
     def failure(self) -> DovetailError:
         """Return its error."""
