@@ -217,8 +217,8 @@ class Planner:
         return [] if self.machine.device is None else [(self.target.layers, self.target.layers)]
 
     def best(self, places: Places, drafts: Iterable[Draft | None]) -> Option | None:
-        """Return the fastest of all options within the limits; None: there is none. Among equals
-        the one that takes less of the device."""
+        """Return the fastest of all options within the limits; None if there is none. Among equals,
+        the one that uses less device memory."""
         found = [option for draft in drafts for option in self._options(places, draft)]
         return max(
             found, key=lambda option: (option.tokens_per_s, -option.device_bytes), default=None

@@ -386,5 +386,5 @@ def _alike(verdicts: Sequence[Verdict]) -> Iterator[Sequence[Verdict]]:
 
 
 def _shown(verdict: Verdict) -> Reads | None:
-    """Return what the features of a verdict are; None if it has none."""
+    """Return the spec of a verdict's features; None if it has none."""
     return None if verdict.features is None else verdict.reads

@@ -87,7 +87,7 @@ class Crowd:
         hope: Callable[[], float],
     ) -> str | None:
         """Judge a round of `rows` sessions while drafting is off; return a decision in words, or
-        None. `before_s`: reading prompts before a try; `hope`: tokens a round to gain."""
+        None. `before_s`: prefill time before a try; `hope`: tokens per round to gain."""
         expected_s = costs.alone_s(context=context, rows=rows)
         if not self.on_off.settling:
             most_s = MOST_SLOWDOWN * max(expected_s, self._undrafted.value)

@@ -39,7 +39,7 @@ SETTLING = 2  # rounds after a change that do not count: they are still affected
 
 @dataclass
 class Experience:
-    """What sessions of a pair share: whether drafting paid, and what trying may cost."""
+    """State shared by the sessions of a pair: whether drafting paid, and what trying may cost."""
 
     losing: bool = False  # True if the last change was to stop drafting
     credit_s: float = 0.0  # the budget of tests

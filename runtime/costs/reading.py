@@ -55,8 +55,8 @@ def reading_order(
 
 
 def shares(left: list[int], rows: int, *, at_once: int) -> list[int]:
-    """Return how many of `rows` rows each log gets, of `left` unread: the first `at_once` equal
-    shares, at least one each, and the others in order what is over."""
+    """Return how many of `rows` rows each log gets, given its `left` unread rows: the first
+    `at_once` logs get equal shares, at least one each, and the others the rest in order."""
     given = [0] * len(left)
     waiting = [place for place, most in enumerate(left) if most > 0]
     open_ = waiting[:at_once]

@@ -216,7 +216,7 @@ class ClientRequests:
         self._wait(client, entry.submit.model_copy(update=again), entry)
 
     def claim(self) -> None:
-        """Read the waiting requests for which there is a target now."""
+        """Prefill the waiting requests for which there is a target now."""
         clients = self._registry.clients
         self._claims.withdraw(lambda claim: clients.get(claim.client.peer) is not claim.client)
         if not self._service.ending:

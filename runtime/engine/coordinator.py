@@ -380,7 +380,7 @@ class Coordinator:
             self._conclude()
 
     def end(self) -> None:
-        """Cancel what still runs and dismiss the workers."""
+        """Cancel whatever still runs, and dismiss the workers."""
         self.service.ending = True
         for running in list(self._running.values()):
             self._sessions.cancel(running)

@@ -141,8 +141,8 @@ class RunningRequest:
     shunned: set[bytes] = field(default_factory=set)
     """Workers that the session has left because of failures."""
     reads_for: "RunningRequest | None" = None
-    """If it only prefills another session's log on the target where that will continue: that
-    session. It ends when it has. None: a request or a trial."""
+    """The session whose log it prefills on its future target, if that is its only purpose; it ends
+    after that. None: a request or a trial."""
     loss: Loss | None = None  # the loss of its target, while it waits for another
     losses: list[tuple[str, int] | None] = field(default_factory=list)
     """Targets lost since the last token: host and pid, None if that returned."""
@@ -315,7 +315,7 @@ class RunningRequest:
         self.opened_ns = None
 
     def round_ended(self) -> RoundTimes:
-        """Return the times of the round, and start those of the next."""
+        """Return the times of the round, and start measuring the next."""
         ended, self.times = self.times, RoundTimes()
         return ended
 

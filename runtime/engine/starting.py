@@ -23,7 +23,7 @@ TAKEN = RequestError("ticket", "another client continues with this reply")
 
 
 class Starting:
-    """Starts sessions as there is room for them."""
+    """Starts sessions as capacity allows."""
 
     def __init__(self, shared: Shared, claims: Claims) -> None:
         self._hub, self._service, self._running = shared.hub, shared.service, shared.running
@@ -171,8 +171,8 @@ class Starting:
         return True
 
     def admit(self) -> None:
-        """Start as many requests of the queue as there is room for. Those of clients that have gone
-        are dropped; while the service ends, all are refused."""
+        """Start as many requests of the queue as fit. Those of clients that have gone are dropped;
+        while the service ends, all are refused."""
         clients = self._registry.clients
         left = self._queue.remove(lambda one: clients.get(one.client.peer) is not one.client)
         self._tally.ended["cancelled"] += len(left)
@@ -255,7 +255,7 @@ class Starting:
         return self._reuse and comes_later(request, target, self._running)
 
     def _held_by_keys(self) -> dict[str, int]:
-        """Return how many tokens the sessions of each key may take in all."""
+        """Return how many tokens the sessions of each key may use in all."""
         held: dict[str, int] = {}
         for one in self._of_clients():
             request = one.session.request

@@ -37,7 +37,7 @@ LABEL = 8  # hexadecimal digits of a key's digest that name it in metrics
 
 
 class Status:
-    """Keeps what only `status` reports, and answers it."""
+    """Keeps data that only `status` reports, and answers it."""
 
     def __init__(
         self,

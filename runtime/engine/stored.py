@@ -13,7 +13,7 @@ from dovetail.runtime.session.session import Session
 
 
 class StoredReply(Protocol):
-    """What is stored of a reply."""
+    """The stored part of a reply."""
 
     submit: Submit  # the request in tokens, with its seed
     fingerprint: str  # the fingerprint of the target that has served it last

@@ -21,7 +21,7 @@ class Liveness:
     """The liveness of one worker."""
 
     owed: Mapping[int, Owed] = field(default_factory=dict)
-    """What it owed when the last probe was sent."""
+    """The answers it owed when the last probe was sent."""
     sent_ns: int = -1  # time of that probe; -1 before the first
     silent_ns: int = 0  # its silence since the probe; 0 again with its next message
 

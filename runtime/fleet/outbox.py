@@ -59,7 +59,7 @@ class _TextPiece:
     bytes: int = 0
 
     def message(self) -> Message:
-        """Return one message with all of it."""
+        """Return the entries merged into one message."""
         texts = [message for message in self.messages if isinstance(message, Emitted)]
         if len(texts) < 2:
             return self.messages[0]
@@ -143,7 +143,7 @@ class Outbox:
             self._take_first()
 
     def drop(self) -> int | None:
-        """Drop the next message and all about its request; return that, None if it has none."""
+        """Drop the next message and the others of its request; return that request, or None."""
         request = self._take_first().request
         if request < 0:
             return None

@@ -55,7 +55,7 @@ class Asked:
     told: ToldPart  # the delivered part of its reply
 
     def count(self, reply: Emitted | PromptScored) -> None:
-        """Note what is delivered."""
+        """Record what was delivered."""
         self.told = self.told.after(reply)
 
     @property

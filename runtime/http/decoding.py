@@ -107,7 +107,7 @@ class Run:
         return tell
 
     def _put_off(self, index: int) -> bool:
-        """Have a reply that found the queue full wait for another one's end; return False if none
+        """Let a reply that found the queue full wait until another one ends; return False if none
         was accepted."""
         del self._numbers[index]
         if not self._numbers:

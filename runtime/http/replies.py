@@ -50,7 +50,7 @@ class Writer(ABC):
         model: str,
         places: Sequence[StreamPlace | None] = (),
     ) -> None:
-        """`places`: what a returning client has of each reply."""
+        """`places`: how much of each reply a returning client has."""
         self.replies = [Reply(order, index, target) for index in range(len(order.submits))]
         self._order, self._text, self._context = order, target.text, target.context
         self._head = {

@@ -38,7 +38,7 @@ class StreamPlace:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A known response, and what its client has of it."""
+    """A known response, and how much of it its client has."""
 
     name: str
     created: int

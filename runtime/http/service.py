@@ -56,7 +56,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of one HTTP server: what it offers, and to whom."""
+    """Settings of one HTTP server: what it offers, and to whom."""
 
     defaults: Defaults
     model: str = ""  # name under which the target is served; empty: its own
@@ -74,7 +74,7 @@ class Terms:
 
 
 class Service:
-    """Answers requests: what the routes share."""
+    """Answers requests; the common part of all routes."""
 
     def __init__(self, gateway: Gateway, terms: Terms, connections: Connections) -> None:
         self.gateway, self.terms, self.connections = gateway, terms, connections

@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def owner(self) -> str:
-        """Return the owner of the request, as `Request.owner` has it."""
+        """Return the owner of the request, in the form of `Request.owner`."""
         return f"{self.key}/{self.submit.owner}"
 
     @property

@@ -17,7 +17,7 @@ LEAST_S = 0.5  # seconds that a move must save at least, to be noticeable
 
 @dataclass(frozen=True)
 class Seat:
-    """A session on its target, with what a move of it would need."""
+    """A session on its target, and the requirements of moving it."""
 
     session: int
     rounds: float  # rounds that it may still need
@@ -53,7 +53,7 @@ class Price:
 
 @dataclass(frozen=True)
 class Gain:
-    """A move of one session, and what it saves."""
+    """A move of one session, and its gain."""
 
     session: int
     old: bytes

@@ -49,7 +49,7 @@ class Trials:
         return heard
 
     def ended(self) -> Iterator[tuple[TrialName, Finished | Failed, bool]]:
-        """Yield ended trials, and whether the draft of each did what was asked."""
+        """Yield ended trials, and whether the draft of each worked."""
         while self._ended:
             ended = self._ended.popleft()
             self._running.pop(ended[0], None)

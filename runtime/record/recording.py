@@ -221,7 +221,7 @@ class Recording:
 
 
 def read_recording(path: Path) -> Recording:
-    """Read the recording in a file, as far as it goes; raise `UserError` if it is not a
+    """Read the recording in a file, as far as it is complete; raise `UserError` if it is not a
     recording."""
     try:
         entries = list(_entries(path))

@@ -69,7 +69,7 @@ class ReplayDifference:
 
 
 class _Differs(Exception):
-    """Ends a replay; recorded and now, in words."""
+    """Ends a replay; has the recorded and the present value in words."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ def _words(actions: Sequence[Sequence[Any]], raised: Sequence[str] | None) -> st
 
 
 def short(value: object) -> str:
-    """Return a value in words, truncated."""
+    """Describe a value, truncated."""
     words = str(value)
     return (
         words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]}... ({len(words)} characters)"

@@ -122,7 +122,7 @@ class Replica:
         return self.load.queued and self.load.queued + max(0, self.in_flight - self.load.in_flight)
 
     def reads_on_s(self, now_s: float) -> float:
-        """Return for how many more seconds it prefills requests sent to it."""
+        """Return for how many more seconds it is busy with the prompts sent to it."""
         return max(0.0, self.unread_s - (now_s - self.chosen_s))
 
     def refused(self, blocks: Sequence[int], noted: Noted) -> None:

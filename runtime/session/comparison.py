@@ -27,7 +27,7 @@ class Difference:
 
 
 def first_difference(one: Finished, other: Finished) -> Difference | None:
-    """Return where two runs differ; None if they are the same, token for token."""
+    """Return where two runs differ; None if they are equal, token for token."""
     a, b = one.result.token_ids, other.result.token_ids
     position = next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))

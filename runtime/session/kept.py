@@ -1,4 +1,4 @@
-"""Ended sessions: what a worker keeps of one, and what another one reuses."""
+"""Ended sessions: the cache that a worker keeps of each, and its reuse by another one."""
 
 import struct
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class Base:
-    """The session that another one reuses, and how many of its tokens."""
+    """The session whose cache another one reuses, and how many of its tokens."""
 
     session: int
     tokens: int

@@ -190,7 +190,7 @@ class EventLog:
             self._traces[session.number] = []
 
     def traced(self, session: int) -> tuple[SeenSpan, ...]:
-        """Return and drop what was kept of a traced session."""
+        """Return and drop the stored events of a traced session."""
         return tuple(self._traces.pop(session, ())[:MAX_TRACED])
 
     # -- who looks ---------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def link_gb_s(device: Device, size: int) -> float:
 
 
 class _Bench:
-    """Measures models of a few layers, all in one place."""
+    """Measures models of a few layers, all on one device."""
 
     def __init__(
         self, settings: TargetSettings, folder: Path, device: Device, seconds: float

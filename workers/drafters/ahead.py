@@ -49,7 +49,7 @@ class GrowthAhead:
         self._times, self._clock = times, clock
 
     def end(self, session: GrowingSession) -> WaitingTime:
-        """End growth ahead because an order arrived. Return what it did."""
+        """End growth ahead because an order arrived; return its results."""
         waited = session.waiting_time
         if waited.since_ns is not None:
             session.waits.add(self._clock() - waited.since_ns)

@@ -210,8 +210,8 @@ class Drafter(Grower[DraftSession]):
         return found
 
     def _read_missing(self, session: DraftSession, rows: int | None = None) -> Passes:
-        """Compute the missing rows of the log, or the first `rows` of them. Return what follows the
-        last one."""
+        """Compute the missing rows of the log, or the first `rows` of them; return the last one's
+        result."""
         cache, found = session.cache, Ranked(EMPTY, None)
         told = len(session.log)
         stop = told if rows is None else cache.length + rows
@@ -251,8 +251,8 @@ class Drafter(Grower[DraftSession]):
         return found.logits
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Ranked]:
-        """Compute parts: where levels are captured all levels in one pass and the others one by
-        one, else all in one pass."""
+        """Compute parts: if levels are captured, all levels in one pass and the others one by one;
+        else all in one pass."""
         if not self.model.captures:
             return self._as_they_come(parts)
         return [

@@ -195,7 +195,7 @@ class Lookup:
     def draft_all(
         self, orders: Sequence[Order[LookupSession]]
     ) -> Iterator[tuple[int, Proposal | Exception]]:
-        """Propose for one session after the other: there is no pass to share."""
+        """Propose for the sessions in turn: there is no pass to share."""
         for place, order in enumerate(orders):
             try:
                 outcome: Proposal | Exception = self.draft(

@@ -123,7 +123,7 @@ class GrowingSession:
 
 
 def tree_rows(tree: TreeSettings, *, ahead: bool = False) -> int:
-    """Return the rows of a tree: for what one proposal can expand, and as many for what survives
-    from the last one; several times that with growth ahead."""
+    """Return the rows of a tree: those that one proposal can expand, and as many that survive from
+    the last one; several times that with growth ahead."""
     proposal = max(min(tree.width, tree.most_nodes) * tree.most_levels, tree.most_nodes)
     return min((PROPOSALS_AHEAD if ahead else 2) * proposal, MAX_TREE_ROWS)

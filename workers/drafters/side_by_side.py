@@ -85,7 +85,7 @@ class Growth(Generic[SessionT]):
 
     def look(self, engine: Engine[SessionT]) -> bool:
         """Find what the next pass may expand; return False if the tree is done. Nodes are left out
-        if there are no rows for them, or if they were not worth it the last time."""
+        if there are no rows left, or if they were not worth it the last time."""
         session = self.session
         for offer in self._offers:
             at_root, free = offer[0] == ROOT, session.free_rows

@@ -279,7 +279,7 @@ def _overflows(head: Head) -> bool:
 def _engine(
     checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str, *, exact: bool
 ) -> HeadEngine:
-    """Return the kernels if wanted and possible, else torch."""
+    """Return the kernels if requested and possible, else torch."""
     rotation = checkpoint.rotation
     why_not = (
         f"they compute on a CPU, not on {device}"

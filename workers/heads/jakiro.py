@@ -40,7 +40,7 @@ class JakiroSpec(HeadSpec):
 
 
 class _Mixed(HeadKind):
-    """What both kinds share."""
+    """The common part of both kinds."""
 
     up: ClassVar[Sequence[str]]  # the matrices of an expert that read a row
     down: ClassVar[str]

@@ -44,7 +44,7 @@ class HeadCheckpoint:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the layers leave for the output head."""
+    """What the layers pass on to the output head."""
 
     states: Tensor  # [R, H]: the recurrent states
     branches: tuple[Tensor, ...]  # [R, H] each: the states that the output head reads

@@ -110,7 +110,7 @@ def refuse_other_target(width: int, spec: HeadSpec, target: TargetShape) -> None
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of which a head has all or none."""
+    """Tensors of which a head has either all or none."""
 
     shapes: Shapes
     needed: bool = True  # False: the whole group is optional

@@ -212,8 +212,8 @@ def use_isa(wanted: Isa) -> None:
 
 
 def computing(setting: str | None = None) -> str:
-    """Return what computes here, as measurements name it: the kernels of the instruction set in use
-    or of a setting, or torch if there are no kernels."""
+    """Return the name of the code that computes, for measurements: the kernels of the instruction
+    set in use or of a setting, or torch without kernels."""
     if not available():
         return "torch"
     return f"kernels {TITLES[isa() if setting is None else isa_of(setting)]}"

@@ -135,8 +135,8 @@ def _in_turns(work: Callable[[int, int], Any], count: int, width: int) -> list[A
 
 
 def wrong_row(type: int, rows: Array, inputs: int) -> int | None:
-    """Return a row of uint8 [count, bytes] of a type of blocks whose numbers are not finite, or
-    nearly so; None: there is none."""
+    """Return a row of uint8 [count, bytes] of a type of blocks that decodes to numbers that are not
+    finite, or nearly so; None if there is none."""
     count, width = rows.shape
     start = address_of(rows, (count, width), ("uint8",))
 

@@ -35,7 +35,7 @@ def _declared(loaded: CDLL) -> CDLL:
 
 def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
     """Return 10^9 operations a second of all threads together, the best of several tries; None if
-    the instruction set in use has no such arithmetic."""
+    the instruction set in use lacks this arithmetic."""
     probe = _declared(library()).dt_probe_arithmetic
     if not probe(arithmetic, 1):
         return None

@@ -107,7 +107,7 @@ def spread_heads(start: int, shape: tuple[int, int], size: int, used: int) -> No
 
 
 def placed() -> Placed:
-    """Return where pages placed since the shards were set are."""
+    """Return the nodes of the pages placed since the shards were set."""
     struct = _PlacedStruct()
     library().dt_placed(byref(struct))
     refused = os.strerror(struct.refused) if struct.refused else ""

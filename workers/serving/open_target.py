@@ -194,8 +194,7 @@ def _experts(model: LanguageModel, known: Calibration | None) -> ExpertCosts | N
 def _calibration(
     settings: TargetSettings, model: LanguageModel, profile: Path
 ) -> Calibration | None:
-    """Return what `dovetail calibrate` measured for this model as it is computed here, if
-    anything."""
+    """Return the measurements of `dovetail calibrate` for this model and configuration, if any."""
     known = load_profile(profile)
     if not any(entry.calibrations for entry in known.entries):
         return None

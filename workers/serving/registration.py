@@ -36,7 +36,7 @@ LATER = ("capacity",)  # refusals after which a worker may be accepted later
 
 
 class Worker(Protocol):
-    """What the loop needs of a worker with sessions of one or both roles."""
+    """The loop's interface to a worker with sessions of one or both roles."""
 
     stale: int  # the number of late, duplicate and stale commands that this worker has dropped
 

@@ -36,7 +36,7 @@ def settle_target(model: LanguageModel) -> str:
 
 
 def words_of(count: int, placed: Placed) -> str:
-    """Return, in words, where the weights of these shards are."""
+    """Describe where the weights of these shards are."""
     where = (
         f"{placed.home} of {placed.looked} sampled pages of weights are on the node "
         "whose cores read them"

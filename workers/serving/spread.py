@@ -69,7 +69,7 @@ class Spread:
     cache: str = "fp32"  # the type of keys and values
     beside: int = 0
     """Bits of the codes of a substitute on the same device, for the layers that the device does not
-    keep; 0: there is none."""
+    keep; 0 without a substitute."""
 
     def stage(
         self, config: Mapping[str, Any], weights: str, matrices: Matrices = NO_MATRICES

@@ -40,7 +40,7 @@ class Admission:
         check_rows(rows + self._base_rows, promised, self._row_bytes)
 
     def check_reads(self, reads: Reads | None) -> None:
-        """Check that the features which a draft reads are those of this model."""
+        """Check that the features that a draft reads are features of this model."""
         own = (self._model.hidden_size, self._model.vocabulary_size, self._model.layers)
         if reads is not None and (
             (reads.width, reads.vocabulary_size) != own[:2] or max(reads.taps, default=0) >= own[2]

@@ -113,7 +113,7 @@ class _Choices:
         self._chosen[row] = int(ids[0]), float(margins[0])
 
     def _row(self, row: int) -> tuple[Tensor, Sampling, int | None]:
-        """Return what the kernels choose by after a row."""
+        """Return the kernels' parameters for choosing a token after a row."""
         noise = self._noise(row)
         word = None if noise is None else noise.word
         return self._looked_back(row)[0], self._session.sampling, word

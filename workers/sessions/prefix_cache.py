@@ -78,7 +78,7 @@ class KeptSessions(Generic[LeftT]):
 
     @property
     def held(self) -> tuple[HeldSession, ...]:
-        """What can be reused, for the registration."""
+        """The reusable sessions, for the registration."""
         left = [(number, left.there) for number, left in self._left.items() if left.there]
         return tuple(HeldSession(session=number, rows=rows) for number, rows in left[-MAX_HELD:])
 

@@ -252,7 +252,7 @@ class GrowingTree:
         return self._stop - first
 
     def clear(self) -> None:
-        """Remove every node: the root has moved to where nothing was drafted."""
+        """Remove every node: the root has moved to a token that was not drafted."""
         self._stop, self.root_expanded, self.rows_used = 1, False, 0
         self._lines.clear()
 

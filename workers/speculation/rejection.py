@@ -191,7 +191,7 @@ class Remaining:
 
 
 class Choices:
-    """The random numbers of the target's half in one round."""
+    """The random numbers for the target's side of a round."""
 
     def __init__(self, key: bytes, length: int) -> None:
         self._tests, self._tokens = stream(key, "tests", length), stream(key, "tokens", length)

@@ -187,12 +187,12 @@ class ScoreCalibration:
         return tuple(fit.nodes for fit in self._fits[sampled])
 
     def add(self, observations: Sequence[Observation]) -> None:
-        """Add the observations of a round; later all or none of them are learned from."""
+        """Add the observations of a round, to be learned from as a whole later, or not at all."""
         if sum(len(observation.logits) for observation in self._waiting) < BACKLOG:
             self._waiting.extend(observations)
 
     def learn(self) -> bool:
-        """Learn a bit of what is waiting; return False if nothing is."""
+        """Learn from a part of the waiting observations; return False if there are none."""
         if self._work is None:
             if not self._waiting:
                 return False

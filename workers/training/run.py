@@ -109,7 +109,7 @@ class Run:
 
     @property
     def done(self) -> float:
-        """The share of the run that is over."""
+        """The share of the run that is done."""
         limit = self.pace.steps
         return min(
             1.0, self.steps / limit if limit is not None else self.spent_s / 60 / self.pace.minutes

@@ -101,8 +101,8 @@ def new_head(shape: HeadShape, *, seed: int) -> TrainableHead:
 
 
 def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:
-    """Return what a resumed run must have in common with the first, besides its pace. Not `number`:
-    another one may be faster tomorrow."""
+    """Return the settings that a resumed run must share with the first, besides its pace. Not
+    `number`: another one may be faster tomorrow."""
     recipe = {f"recipe.{name}": value for name, value in asdict(plan.recipe).items()}
     return {
         **asdict(shape),

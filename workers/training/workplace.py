@@ -52,8 +52,8 @@ class Workplace:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Work here alone. Raises `UserError` if another process does, or if `out` or this folder
-        contains anything that no such training wrote."""
+        """Work here exclusively. Raises `UserError` if another process does, or if `out` or this
+        folder contains anything that this command did not write."""
         self.refuse_foreign()
         with held(self.folder):
             if strange := [

@@ -19,7 +19,7 @@ from dovetail.workers.training.data.examples import Example, Examples, arrange, 
 
 @dataclass(frozen=True)
 class Reader:
-    """What reading needs to know of a target."""
+    """The properties of a target that reading depends on."""
 
     renderer: Renderer
     context: int  # the number of its positions

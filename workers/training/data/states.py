@@ -56,7 +56,7 @@ class StatesReader(Protocol):
 
 def choose_taps(asked: str, layers: int) -> tuple[int, ...]:
     """Return the layers that `auto` (EAGLE-3's low, middle and high), `none` or a list such as
-    `2,4,5` means for a target of this many layers."""
+    `2,4,5` means for a target with this many layers."""
     if asked == "none":
         return ()
     if asked == "auto":
