@@ -26,9 +26,10 @@ OWNER_ALONE = 0o700
 FILE, LOCK = "journal.sqlite", "lock"
 LOGGED = f"{FILE}-wal"
 OURS = (FILE, LOGGED, f"{FILE}-shm", LOCK)
-MAGIC, NEWEST = b"SQLite format 3\0", 2
-"""The beginning of a file, and the newest version to read and to write, in bytes 18 and 19
-(https://sqlite.org/fileformat.html); 2 is WAL."""
+MAGIC, HEAD = b"SQLite format 3\0", 48
+"""The beginning of a file, and the bytes that are looked at (https://sqlite.org/fileformat.html)."""
+NEWEST, SCHEMA = 2, 4
+"""The newest version to read and write (bytes 18 and 19; 2 is WAL), and of the schema (44-47)."""
 EARLIER = "segment-*"  # the files of a journal of an earlier release
 PRAGMAS = ("journal_mode=wal", "synchronous=normal", "wal_autocheckpoint=0", "secure_delete=on")
 """A commit does not wait for the disk: `sync` does. Deleted rows are overwritten."""
@@ -89,12 +90,21 @@ class Database:
 
     def _open(self) -> sqlite3.Connection:
         file = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        head = os.read(file, len(MAGIC) + 4)
+        head = os.read(file, HEAD)
         os.close(file)
-        if head.startswith(MAGIC) and max(head[len(MAGIC) + 2 :], default=0) > NEWEST:
+        newer = max(head[18:20], default=0) > NEWEST or int.from_bytes(head[44:]) > SCHEMA
+        if head.startswith(MAGIC) and newer:
             raise self._foreign("it is of a newer format of SQLite than this Python reads")
         base = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
         try:
+            for kind, name in base.execute("select type, name from sqlite_schema"):
+                if (kind, name) != ("table", "records"):
+                    found = f"the {kind} {name!r}"
+                    raise self._foreign(f"it has {found}, written by another release or program")
+            columns = [name for _, name, *_ in base.execute("pragma table_info(records)")]
+            if columns not in ([], COLUMNS):
+                found = f"columns {columns}"
+                raise self._foreign(f"it has {found}, written by another release or program")
             for pragma in PRAGMAS:
                 base.execute(f"pragma {pragma}")
             if base.execute("pragma journal_mode").fetchone() != ("wal",):
@@ -104,11 +114,6 @@ class Database:
                     "coordinator.journal"
                 )
             base.execute(TABLE)
-            columns = [name for _, name, *_ in base.execute("pragma table_info(records)")]
-            others = base.execute("select name from sqlite_schema where name != 'records'")
-            if columns != COLUMNS or (other := others.fetchone()):
-                found = f"columns {columns}" if columns != COLUMNS else f"{other[0]!r}"
-                raise self._foreign(f"it has {found}, written by another release or program")
         except (sqlite3.Error, UserError):
             base.close()
             raise

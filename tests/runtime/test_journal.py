@@ -351,10 +351,15 @@ def test_damage_costs_the_replies_that_it_hit_and_is_logged(
     [
         ("alter table records add column more blob", "it has columns ['place', "),
         ("alter table records rename column record to entry", "it has columns ['place', "),
-        ("create table others (a)", "it has 'others', written by another release"),
-        ("create trigger slow after insert on records begin select 1; end", "it has 'slow', "),
+        ("create table others (a)", "it has the table 'others', written by another release"),
+        ("drop table records; create view records as select 1", "it has the view 'records'"),
+        (
+            "create trigger slow after insert on records begin select 1; end",
+            "it has the trigger 'slow', ",
+        ),
         (18, "it is of a newer format of SQLite"),
         (19, "it is of a newer format of SQLite"),
+        (46, "it is of a newer format of SQLite"),
     ],
 )
 def test_a_file_of_another_release_is_refused_by_name_and_stays(
@@ -365,7 +370,7 @@ def test_a_file_of_another_release_is_refused_by_name_and_stays(
     path = lives.folder / FILE
     if isinstance(spoil, str):
         with closing(sqlite3.connect(path, isolation_level=None)) as base:
-            base.execute(spoil)
+            base.executescript(spoil)
     else:
         content = bytearray(path.read_bytes())
         content[spoil] = 3
