@@ -19,12 +19,11 @@ STATUSES = {
     504: "The request took longer than http.deadline_s.",
 }
 RETRY_AFTER = {"Retry-After": {"description": "Seconds until then.", "schema": {"type": "integer"}}}
-HEADERS = {
+HEADERS = {  # of errors, by status
     401: {"WWW-Authenticate": {"description": "Bearer.", "schema": {"type": "string"}}},
     429: RETRY_AFTER,
     503: RETRY_AFTER,
 }
-"""The headers of errors, by status."""
 EVERYWHERE = (401, 403)
 ASKING = (400, 404, 413, 415, 503)
 DECODING = (*ASKING, 429, 500, 504)
@@ -37,7 +36,7 @@ ERRORS: Mapping[str, tuple[int, ...]] = {
 }
 """Route -> the errors that it answers with."""
 STREAMED = ("chat", "text", "chat_again", "text_again")
-ERROR = {
+ERROR = {  # the schema of every error's body
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -51,7 +50,6 @@ ERROR = {
         }
     },
 }
-"""The schema of every error's body."""
 
 
 def documented(name: str) -> dict[str, Any]:

@@ -97,13 +97,11 @@ class Database:
             raise self._foreign("it is of a newer format of SQLite than this Python reads")
         base = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
         try:
-            for kind, name in base.execute("select type, name from sqlite_schema"):
-                if (kind, name) != ("table", "records"):
-                    found = f"the {kind} {name!r}"
-                    raise self._foreign(f"it has {found}, written by another release or program")
+            sql = "select type, name from sqlite_schema where (type, name) != ('table', 'records')"
+            other = base.execute(sql).fetchone()
             columns = [name for _, name, *_ in base.execute("pragma table_info(records)")]
-            if columns not in ([], COLUMNS):
-                found = f"columns {columns}"
+            if other or columns not in ([], COLUMNS):
+                found = f"the {other[0]} {other[1]!r}" if other else f"columns {columns}"
                 raise self._foreign(f"it has {found}, written by another release or program")
             for pragma in PRAGMAS:
                 base.execute(f"pragma {pragma}")

@@ -46,7 +46,6 @@ def _at_once(work: Callable[[], None]) -> None:
 
 
 def open_journal(folder: Path, *, keep_s: float, most: int) -> "Journal":
-    """Return the journal in a folder, as `Journal` and `Database` describe it."""
     journal = Journal(Database(folder), keep_s=keep_s, most=most)
     if journal.found:
         log.info("the journal in %s has %d requests to continue", folder, journal.found)

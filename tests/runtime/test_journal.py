@@ -357,9 +357,7 @@ def test_damage_costs_the_replies_that_it_hit_and_is_logged(
             "create trigger slow after insert on records begin select 1; end",
             "it has the trigger 'slow', ",
         ),
-        (18, "it is of a newer format of SQLite"),
-        (19, "it is of a newer format of SQLite"),
-        (46, "it is of a newer format of SQLite"),
+        *((place, "it is of a newer format of SQLite") for place in (18, 19, 46)),
     ],
 )
 def test_a_file_of_another_release_is_refused_by_name_and_stays(
