@@ -59,21 +59,18 @@ def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
         )
     if kind in BLOCK_KINDS:
         if any(rows_of(part) is not None for part in linears):
-            return _pack_parts(kind, linears, bias)
-        kind = exact_kind(linears)
+            contents = [content for part in linears for content in contents_in(part)]
+            blocks = block_matrix(kind, contents, bias)
+            pack_contents(blocks, contents)
+            return blocks
+        types = {part.weight.dtype for part in linears}  # the kind that holds all as they are
+        kind = EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
     matrix = PackedMatrix(
         kind, sum(part.out_features for part in linears), linears[0].in_features, bias=bias
     )
     starts = itertools.accumulate((part.out_features for part in linears), initial=0)
     for part, first in zip(linears, starts, strict=False):
         pack_rows(matrix, part.weight.detach(), first)
-    return matrix
-
-
-def _pack_parts(kind: Kind, linears: Sequence[nn.Linear], bias: Tensor | None) -> PackedMatrix:
-    contents = [content for part in linears for content in contents_in(part)]
-    matrix = block_matrix(kind, contents, bias)
-    pack_contents(matrix, contents)
     return matrix
 
 
@@ -120,12 +117,6 @@ def sample_of(kind: Kind) -> tuple[PackedMatrix, Tensor]:
     own = BlockMatrix(kind, [Part(Q8_0, 37)], 64)
     own.pack_part(0, rows.content)
     return own, rows.numbers()
-
-
-def exact_kind(linears: Sequence[nn.Linear]) -> Kind:
-    """The kind that holds all weights of some linears as they are."""
-    types = {part.weight.dtype for part in linears}
-    return EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
 
 
 def product_of(matrix: PackedMatrix, outputs: Tensor, x: Tensor, weight: Tensor) -> Tensor:

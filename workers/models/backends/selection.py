@@ -90,13 +90,14 @@ def select(shapes: Sequence[Shape], *, weights: str, profile: Path | None) -> Se
 
     def complete(entry: Entry) -> bool:
         return all(
-            _is_usable(entry.choice(*shape, rows), usable)
+            (choice := entry.choice(*shape, rows)) is not None and choice.chosen in usable
             for shape in wanted
             for rows in ROW_CLASSES
         )
 
     if not complete(known):
-        affordable = {name: c for name, c in usable.items() if c.copies == 1 or _fits_twice(shapes)}
+        twice = psutil.virtual_memory().available > 2.2 * sum(4 * n * k for n, k in shapes)
+        affordable = {name: c for name, c in usable.items() if c.copies == 1 or twice}
         refused |= {
             name: "the weights do not fit into memory twice"
             for name in usable
@@ -137,15 +138,6 @@ def profile_key(shapes: Sequence[Shape], *, weights: str) -> ProfileKey:
         threads=torch.get_num_threads(),
         shapes=shapes_key(list(shapes)),
     )
-
-
-def _is_usable(choice: LinearChoice | None, usable: Mapping[str, Candidate]) -> bool:
-    return choice is not None and choice.chosen in usable
-
-
-def _fits_twice(shapes: Sequence[Shape]) -> bool:
-    free: int = psutil.virtual_memory().available
-    return free > 2.2 * sum(4 * n * k for n, k in shapes)
 
 
 def _measure(

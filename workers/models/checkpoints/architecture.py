@@ -16,6 +16,7 @@ NOT_THERE = (
     "is not there: name an existing folder or GGUF file, or a hub id (OWNER/NAME, or "
     "OWNER/NAME/FILE.gguf)"
 )
+LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "decoder")  # in other models
 SIZES = (
     *("num_hidden_layers", "num_attention_heads", "hidden_size"),
     *("vocab_size", "max_position_embeddings"),
@@ -108,7 +109,8 @@ def refuse_content(content: Mapping[str, Any], file: Path) -> None:
     if (why := UNREAD.get(kind)) is not None:
         raise CheckpointError(f"{file}: model type {kind} cannot be decoded here: {why}; {REMEDY}")
     if content.get("vocab_size") is None:
-        if (part := _text_part(content)) is not None:
+        parts = (content.get(name) for name in LANGUAGE_MODELS)
+        if (part := next((part for part in parts if isinstance(part, dict)), None)) is not None:
             raise CheckpointError(
                 composite(kind, str(part.get("model_type") or "of no model_type"), file)
             )
@@ -145,14 +147,6 @@ def composite(kind: str, part: str, file: Path) -> str:
         "encoders of images or sound, and its language model cannot be loaded alone; "
         f"{REMEDY}"
     )
-
-
-def _text_part(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The configuration of a language model within that of another model."""
-    found = (
-        content.get(name) for name in ("text_config", "llm_config", "language_config", "decoder")
-    )
-    return next((part for part in found if isinstance(part, dict)), None)
 
 
 def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:

@@ -394,7 +394,8 @@ def _bytes_of(tensors: Sequence[Tensor], weights: str) -> int:
 def _without_experts(layers: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], int]:
     """Return the layers without their experts, and the bytes of the largest matrix of one."""
     experts = (tensor for layer in layers for tensor in layer if tensor.is_expert)
-    largest = max((tensor.stored_bytes // _experts_in(tensor) for tensor in experts), default=0)
+    stacks = [(one.shape[0] if len(one.shape) > 2 else 1, one) for one in experts]
+    largest = max((one.stored_bytes // count for count, one in stacks), default=0)
     return [[tensor for tensor in layer if not tensor.is_expert] for layer in layers], largest
 
 
@@ -422,16 +423,11 @@ def _kept_bytes(tensor: Tensor, weights: str) -> int:
 
 def _int4_bytes(tensor: Tensor) -> int:
     """Return the bytes of a table or a matrix with weights int4, and of a bias."""
-    end = tensor.is_table or HEAD.search(tensor.name) is not None
+    end = _is_end(tensor)
     kind = int4_kind(tensor.shape[1], end=end)
     if kind is None or UNROUNDED.search(tensor.name) or PLACES.search(tensor.name):
         return tensor.stored_bytes
     return KINDS[kind].packed_size_of(tensor.shape) + (0 if end else 4 * tensor.shape[0])
-
-
-def _experts_in(tensor: Tensor) -> int:
-    """Return how many experts one tensor covers."""
-    return tensor.shape[0] if len(tensor.shape) > 2 else 1
 
 
 def tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -55,7 +55,7 @@ def _layer(config: Any, mixed: Latent, mlp: Mlp | Experts, **norms: Any) -> Laye
 
 def _mixture(config: Any, router: Router) -> Experts:
     shared = shared_mlp(config, "shared_experts")
-    return experts_of(config, config.num_experts_per_tok, router, shared=shared)
+    return experts_of(config, router, shared=shared)
 
 
 def _deepseek_v2(config: Any, index: int) -> LayerSpec:

@@ -30,8 +30,9 @@ def _layer(config: Any, mixed: Attention, mlp: Mlp | Experts) -> LayerSpec:
     return LayerSpec(mixed, mlp, Norms(config.rms_norm_eps))
 
 
-def experts_of(config: Any, chosen: int, router: Router, **fields: Any) -> Experts:
+def experts_of(config: Any, router: Router, chosen: int | None = None, **fields: Any) -> Experts:
     """Experts of which a row uses `chosen`; `UnsupportedError` if that is not a number."""
+    chosen = config.num_experts_per_tok if chosen is None else chosen
     if not isinstance(chosen, int):
         raise UnsupportedError(f"its config.json has {chosen} experts per row")
     return Experts(chosen, activation(GATED, config.hidden_act), router, **fields)
@@ -73,19 +74,13 @@ def _routed_among(config: Any, mixed: Attention, *, dense: bool) -> LayerSpec:
     if dense:
         return _layer(config, mixed, gated(config.hidden_act))
     shared = shared_mlp(config, "shared_experts")
-    return _layer(
-        config,
-        mixed,
-        experts_of(config, config.num_experts_per_tok, corrected_router(config), shared=shared),
-    )
+    return _layer(config, mixed, experts_of(config, corrected_router(config), shared=shared))
 
 
 def _mixtral(config: Any, index: int) -> LayerSpec:
     """All layers have the window, whatever their type."""
     mixed = attention(config, index, window=config.sliding_window or 0)
-    return _layer(
-        config, mixed, experts_of(config, config.num_experts_per_tok, Router(normalised=True))
-    )
+    return _layer(config, mixed, experts_of(config, Router(normalised=True)))
 
 
 def _qwen3_moe(config: Any, index: int) -> LayerSpec:
@@ -96,7 +91,7 @@ def _qwen3_moe(config: Any, index: int) -> LayerSpec:
     if index in config.mlp_only_layers or not sparse:
         return _layer(config, mixed, gated(config.hidden_act))
     router = Router(normalised=config.norm_topk_prob)
-    return _layer(config, mixed, experts_of(config, config.num_experts_per_tok, router))
+    return _layer(config, mixed, experts_of(config, router))
 
 
 def _qwen2_moe(config: Any, index: int) -> LayerSpec:
@@ -107,7 +102,6 @@ def _qwen2_moe(config: Any, index: int) -> LayerSpec:
         return _layer(config, mixed, gated(config.hidden_act))
     experts = experts_of(
         config,
-        config.num_experts_per_tok,
         Router(normalised=config.norm_topk_prob),
         shared=shared_mlp(config, "shared_expert"),
         shared_gate="mlp.shared_expert_gate",
@@ -123,15 +117,13 @@ def _olmoe(config: Any, index: int) -> LayerSpec:
         config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
     )
     router = Router(normalised=config.norm_topk_prob)
-    return _layer(config, mixed, experts_of(config, config.num_experts_per_tok, router))
+    return _layer(config, mixed, experts_of(config, router))
 
 
 def _granitemoe(config: Any, index: int) -> LayerSpec:
     """Weights are the softmax of the chosen logits; both halves are multiplied as Granite's are."""
     router = Router("block_sparse_moe.router.weight", Score.SOFTMAX_OF_CHOSEN, normalised=False)
-    experts = experts_of(
-        config, config.num_experts_per_tok, router, part="block_sparse_moe.experts"
-    )
+    experts = experts_of(config, router, part="block_sparse_moe.experts")
     mixed = attention(config, index, window=0, scale=config.attention_multiplier)
     return replace(_layer(config, mixed, experts), residual_scale=config.residual_multiplier)
 
@@ -201,7 +193,7 @@ def _afmoe(config: Any, index: int) -> LayerSpec:
         scale=config.route_scale,
     )
     shared = shared_mlp(config, "shared_experts")
-    experts = experts_of(config, config.num_experts_per_tok, router, shared=shared)
+    experts = experts_of(config, router, shared=shared)
     return LayerSpec(mixed, experts, norms)
 
 
@@ -217,9 +209,7 @@ def _hy_v3(config: Any, index: int) -> LayerSpec:
         scale=config.router_scaling_factor,
     )
     shared = _mlp_within(config, "shared_experts")
-    return _layer(
-        config, mixed, experts_of(config, config.num_experts_per_tok, router, shared=shared)
-    )
+    return _layer(config, mixed, experts_of(config, router, shared=shared))
 
 
 def _mellum(config: Any, index: int) -> LayerSpec:
@@ -228,7 +218,7 @@ def _mellum(config: Any, index: int) -> LayerSpec:
     if config.mlp_layer_types[index] != "sparse":
         return _layer(config, mixed, gated(config.hidden_act))
     router = Router(normalised=config.norm_topk_prob)
-    return _layer(config, mixed, experts_of(config, config.num_experts_per_tok, router))
+    return _layer(config, mixed, experts_of(config, router))
 
 
 def _flex_olmo(config: Any, index: int) -> LayerSpec:
@@ -237,7 +227,7 @@ def _flex_olmo(config: Any, index: int) -> LayerSpec:
         config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
     )
     router = Router(normalised=config.norm_topk_prob)
-    experts = experts_of(config, config.num_experts_per_tok, router)
+    experts = experts_of(config, router)
     return LayerSpec(mixed, experts, Norms(config.rms_norm_eps, **ONLY_POST))
 
 
@@ -253,9 +243,7 @@ def _ernie4_5_moe(config: Any, index: int) -> LayerSpec:
         least_sum=config.moe_norm_min,
     )
     shared = shared_mlp(config, "shared_experts")
-    return _layer(
-        config, mixed, experts_of(config, config.num_experts_per_tok, router, shared=shared)
-    )
+    return _layer(config, mixed, experts_of(config, router, shared=shared))
 
 
 def _hunyuan_v1_moe(config: Any, index: int) -> LayerSpec:
@@ -271,7 +259,7 @@ def _hunyuan_v1_moe(config: Any, index: int) -> LayerSpec:
     many = config.moe_topk
     chosen = many if isinstance(many, int) else many[index]
     router, shared = Router("mlp.gate.wg.weight"), shared_mlp(config, "shared_mlp")
-    return _layer(config, mixed, experts_of(config, chosen, router, shared=shared))
+    return _layer(config, mixed, experts_of(config, router, chosen, shared=shared))
 
 
 def _minimax_m2(config: Any, index: int) -> LayerSpec:
@@ -280,7 +268,7 @@ def _minimax_m2(config: Any, index: int) -> LayerSpec:
         config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
     )
     router = Router(score=Score.SIGMOID, correction="mlp.e_score_correction_bias", normalised=True)
-    return _layer(config, mixed, experts_of(config, config.num_experts_per_tok, router))
+    return _layer(config, mixed, experts_of(config, router))
 
 
 def _llama4(config: Any, index: int) -> LayerSpec:
@@ -313,7 +301,6 @@ def _llama4(config: Any, index: int) -> LayerSpec:
     )
     experts = experts_of(
         config,
-        config.num_experts_per_tok,
         router,
         part="feed_forward.experts",
         transposed=True,

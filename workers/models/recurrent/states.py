@@ -155,10 +155,6 @@ class RecurrentStates:
     def _layers(self) -> Iterator[Tensor]:
         return factors_of_layers(self.shapes, self._factors, self._ring)
 
-    def rows_as_they_are(self) -> StateRows:
-        """Return the states and factors for a pass that does not change them."""
-        return StateRows(self.state, self._factors, self.folded.clone(), self._ring, 0)
-
 
 def factors_of_layers(shapes: Sequence[StateShape], factors: Tensor, ring: int) -> Iterator[Tensor]:
     """Yield the factors [ring, numbers of a row] of each layer."""
@@ -198,10 +194,8 @@ class LentStates(RecurrentStates):
         """Return the states for a pass over slots from `start` on; ValueError for other slots."""
         if chain or not self.first <= start <= start + count <= self.first + self.room:
             raise ValueError(f"slots {start}..{start + count - 1} of a session are another model's")
-        own = self.owner.rows_as_they_are()
-        return StateRows(
-            own.state, own.factors, own.folded, own.ring, 0, self._own, self.first, self.room
-        )
+        own, window = self.owner, (self._own, self.first, self.room)
+        return StateRows(own.state, own._factors, own.folded.clone(), own._ring, 0, *window)
 
     @torch.inference_mode()
     def keep(self, first: int, slots: Sequence[int], length: int) -> None:

@@ -246,7 +246,7 @@ def _pairs(
         cache = torch.rand(2, heads, TIMED_SLOTS, width, device=device).to(HALF)
         yield (
             partial(_over, cache, partial(own_attention, program)),
-            lambda cache=cache: partial(_over, cache, _by_torch),  # type: ignore[misc]
+            lambda cache=cache: partial(_over, cache, partial(by_torch, cap=None)),  # type: ignore[misc]
         )
 
 
@@ -255,12 +255,6 @@ def _over(cache: Tensor, attend: Callable[..., Tensor], x: Tensor) -> Tensor:
     query = x.view(len(x), -1, width).transpose(0, 1)
     mask = torch.zeros(x.numel() // heads // width, slots, device=x.device)
     return attend(query, cache[0], cache[1], mask, width**-0.5, sinks=None).reshape(x.shape)
-
-
-def _by_torch(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, *, sinks: Tensor | None
-) -> Tensor:
-    return by_torch(query, keys, values, mask, scale, None, sinks)
 
 
 CONTEST = Contest(

@@ -111,7 +111,9 @@ class Products:
     @property
     def mark(self) -> str:
         """Return our functions' part of a fingerprint: their bytes differ from torch's."""
-        chosen = [kind for kind, own in self._chosen.items() if own and not _for_drafts(kind)]
+        chosen = [kind for kind, own in self._chosen.items() if own]
+        chosen = [kind for kind in chosen if not isinstance(kind, Coded)]  # drafts' alone
+        chosen = [kind for kind in chosen if not (isinstance(kind, Function) and kind.rounds)]
         ours = sorted(kind.name.lower() for kind in chosen)
         return f"+own-{'-'.join(ours)}" if ours else ""
 
@@ -153,10 +155,6 @@ class Products:
 def products_on(device: torch.device) -> Products:
     """Return the products of a device of this process."""
     return Products(device, partial(kind_of(device).program, device))
-
-
-def _for_drafts(kind: IntEnum) -> bool:
-    return isinstance(kind, Coded) or (isinstance(kind, Function) and kind.rounds)
 
 
 def choice_on(device: torch.device) -> Products | None:

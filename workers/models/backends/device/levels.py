@@ -135,7 +135,10 @@ class Levels:
     def compute(self, states: Tensor, parts: Sequence[LevelRows]) -> list[Ranked]:
         """Return the results of the wanted rows of each part, for states float32 [T, hidden] of all
         rows on the CPU: one copy in, one launch, one copy out if children are ranked."""
-        placed = self.ours is not None and all(map(self._is_placed, parts))
+        caches = [part.segment.cache for part in parts]
+        placed = self.ours is not None and all(
+            isinstance(cache, ArenaCache) and cache.rows.dtype == HALF for cache in caches
+        )
         if len(parts) == 1:
             return self._pass(states, parts, placed=placed)
         found, first = list[Ranked](), 0
@@ -144,10 +147,6 @@ class Levels:
             found += self._pass(states[first : first + count], parts[some], placed=placed)
             first += count
         return found
-
-    def _is_placed(self, part: LevelRows) -> bool:
-        cache = part.segment.cache
-        return isinstance(cache, ArenaCache) and cache.rows.dtype == HALF
 
     def _pass(self, states: Tensor, parts: Sequence[LevelRows], *, placed: bool) -> list[Ranked]:
         """Compute parts in one pass; unless `placed`, there is one part."""

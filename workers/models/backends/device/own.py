@@ -143,7 +143,8 @@ def own_matrix(program: Program, lying: Lying, memory: Tensor) -> OwnMatrix:
     beside = STEP if lying.kind is Kind.INT8 else 1
     columns = -(-lying.n // VECTOR) * VECTOR
     size = columns * -(-lying.k // beside) * beside * ELEMENTS[lying.kind].itemsize
-    end = _aligned(size + 4 * columns if lying.kind is Kind.INT8 else size)
+    size += 4 * columns if lying.kind is Kind.INT8 else 0
+    end = -(-size // ALIGNMENT) * ALIGNMENT
     scales = bias = None
     if lying.kind is Kind.INT8:
         scales, end = whole[end : end + 4 * lying.n].view(torch.float32), end + 4 * lying.n
@@ -213,10 +214,6 @@ def own_codes(program: Program, lying: Lying, memory: Tensor) -> OwnCodes:
     whole = memory[lying.offset : lying.offset + lying.size]
     bias = whole[-4 * lying.n :].view(torch.float32) if lying.bias else None
     return OwnCodes(program, Coded(lying.kind).bits, lying.n, lying.k, whole, bias)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def bits_of(number: float) -> int:

@@ -73,11 +73,6 @@ def super_bytes(form: Format) -> int:
     return 0 if form.scales < BYTE else 64 if form.scales in (BYTE_AND_LESS, BYTES_AND_LESS) else 32
 
 
-def part_block_bytes(form: Format) -> int:
-    """Return the bytes of a block of a vector of outputs."""
-    return scale_bytes(form) + 64 * form.bits
-
-
 FORMATS: Mapping[int, Format] = {
     2: Format(4, 8, HALF),
     3: Format(4, 0, HALF_AND_MORE),
@@ -277,7 +272,7 @@ def random_blocks(
         blocks, vectors = k // WIDTH, -(-part.count // VECTOR)
         twice = form.scales >= BYTE
         heads = blocks // SUPER if twice else blocks
-        size = part_block_bytes(form) * (SUPER if twice else 1) + super_bytes(form)
+        size = (scale_bytes(form) + 64 * form.bits) * (SUPER if twice else 1) + super_bytes(form)
         rows = own[: vectors * heads * size].view(vectors * heads, size)
         count = super_bytes(form) if twice else scale_bytes(form)
         low, high = (118, 131) if form.scales == POWER else (0, SMALL)

@@ -120,12 +120,9 @@ class Trials:
             self._process = None
 
 
-@cache
-def trials_on(device: str) -> Trials:
-    """Return the trials on a device."""
-    return Trials(device)
+_trials_on = cache(Trials)  # by device
 
 
 def tried(device: str, name: str) -> bytes | str:
     """Return the result of a trial of the functions `name` on a device; or how it failed."""
-    return trials_on(device).tried(name)
+    return _trials_on(device).tried(name)

@@ -263,21 +263,14 @@ def _piled(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
             below, shape = found.get(f"{whole}{LOWER}"), placed.place.shape
             if below is None or len(shape) != 2 or below.place.shape[1:] != shape[1:]:
                 raise facts.refusal(f"tensor {placed.place.name} has no counterpart of its width")
-            heads, first = _heads_of_keys(name, facts)
+            heads = facts.whole("ssm.group_count") if "in_proj_qkvz" in name else 0  # of keys
+            first = 2 * heads * facts.whole("ssm.state_size") if heads else 0  # rows of both
             piled[whole] = replace(placed, change=BELOW, up=below, heads=heads, first=first)
         elif not name.endswith(LOWER):
             piled[name] = placed
         elif f"{name.removesuffix(LOWER)}{UPPER}" not in found:
             raise facts.refusal(f"tensor {placed.place.name} has no counterpart")
     return piled
-
-
-def _heads_of_keys(name: str, facts: Facts) -> tuple[int, int]:
-    """Return the key heads that share the rows of two matrices, and rows of queries and keys."""
-    if "in_proj_qkvz" not in name:
-        return 0, 0
-    heads = facts.whole("ssm.group_count")
-    return heads, 2 * heads * facts.whole("ssm.state_size")
 
 
 def _turned(found: Mapping[str, Placed], facts: Facts, naming: Naming) -> dict[str, Placed]:

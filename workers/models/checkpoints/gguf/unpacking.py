@@ -2,7 +2,7 @@
 (ggml's `ggml-common.h`). With 32 numbers, byte j holds number j in its low half and j + 16 in its
 high one; with 256, sub-blocks have scales of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,39 +14,11 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers of IQ4_NL and IQ4_XS."""
 
 
-def q8_0(block: Tensor) -> Tensor:
-    return _signed(block[:, 2:]) * _half(block, 0)
-
-
-def q4_0(block: Tensor) -> Tensor:
-    return _less(_nibbles(block[:, 2:]), 8) * _half(block, 0)
-
-
-def q4_1(block: Tensor) -> Tensor:
-    return _nibbles(block[:, 4:]).float() * _half(block, 0) + _half(block, 2)
-
-
-def q5_0(block: Tensor) -> Tensor:
-    return _less(_fifth(block[:, 2:6], block[:, 6:]), 16) * _half(block, 0)
-
-
-def q5_1(block: Tensor) -> Tensor:
-    return _fifth(block[:, 4:8], block[:, 8:]).float() * _half(block, 0) + _half(block, 2)
-
-
-def iq4_nl(block: Tensor) -> Tensor:
-    return _table(IQ4)[_nibbles(block[:, 2:]).int()] * _half(block, 0)
-
-
 def mxfp4(block: Tensor) -> Tensor:
     """2^(e - 128) for each block, e its first byte; that of e = 0 and 1 is subnormal."""
     exponents = block[:, :1].int()
     bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
     return _table(E2M1)[_nibbles(block[:, 1:]).int()] * bits.view(torch.float32)
-
-
-def q4_k(block: Tensor) -> Tensor:
-    return _scaled(block, _pairs(block[:, 16:]))
 
 
 def q5_k(block: Tensor) -> Tensor:
@@ -152,18 +124,20 @@ def _table(numbers: tuple[int, ...]) -> Tensor:
 
 CHUNK = 1 << 19  # numbers unpacked at a time: what is made on the way stays in the cache
 PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}  # kinds that are numbers
-UNPACK = {
-    2: q4_0,
-    3: q4_1,
-    6: q5_0,
-    7: q5_1,
-    8: q8_0,
+UNPACK: Mapping[int, Callable[[Tensor], Tensor]] = {  # `KINDS` has their names
+    2: lambda block: _less(_nibbles(block[:, 2:]), 8) * _half(block, 0),
+    3: lambda block: _nibbles(block[:, 4:]).float() * _half(block, 0) + _half(block, 2),
+    6: lambda block: _less(_fifth(block[:, 2:6], block[:, 6:]), 16) * _half(block, 0),
+    7: lambda block: (
+        _fifth(block[:, 4:8], block[:, 8:]).float() * _half(block, 0) + _half(block, 2)
+    ),
+    8: lambda block: _signed(block[:, 2:]) * _half(block, 0),
     10: q2_k,
     11: q3_k,
-    12: q4_k,
+    12: lambda block: _scaled(block, _pairs(block[:, 16:])),
     13: q5_k,
     14: q6_k,
-    20: iq4_nl,
+    20: lambda block: _table(IQ4)[_nibbles(block[:, 2:]).int()] * _half(block, 0),
     23: iq4_xs,
     MXFP4: mxfp4,
 }

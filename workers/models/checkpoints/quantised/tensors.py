@@ -70,7 +70,7 @@ class Coded(Stored):
                 self._check_groups(groups, scales.shape[1 if packed else 0])
         if packed:
             if "shape" in found and tuple(found["shape"].tolist()) != self.shape:
-                raise self._unlike("shape")
+                raise CheckpointError(f"{self.file}: {unlike(self.parts['shape'][0])}")
             return codes.packed(words, scales, zeros, groups, bits)
         assert zeros is not None
         if self.scheme.method == "awq":
@@ -88,9 +88,6 @@ class Coded(Stored):
                 f"{low if low < 0 else high}, and its matrix has the groups 0 to {count - 1}; "
                 "fetch the model again"
             )
-
-    def _unlike(self, part: str) -> CheckpointError:
-        return CheckpointError(f"{self.file}: {unlike(self.parts[part][0])}")
 
 
 def decoded(content: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:

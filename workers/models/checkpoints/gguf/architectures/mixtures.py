@@ -44,10 +44,6 @@ def shared_width(facts: Facts) -> int:
     return facts.whole("expert_shared_feed_forward_length", facts.need(name).shape[0])
 
 
-def _expert_width(facts: Facts) -> int:
-    return facts.whole("expert_feed_forward_length", facts.whole("feed_forward_length"))
-
-
 def qwen3moe(facts: Facts) -> Configuration:
     return {
         **with_rms(facts),
@@ -67,7 +63,9 @@ def qwen2moe(facts: Facts) -> Configuration:
         **experts_of(facts),
         "model_type": "qwen2_moe",
         "qkv_bias": "blk.0.attn_q.bias" in facts.tensors,
-        "moe_intermediate_size": _expert_width(facts),
+        "moe_intermediate_size": facts.whole(
+            "expert_feed_forward_length", facts.whole("feed_forward_length")
+        ),
         "shared_expert_intermediate_size": shared_width(facts),
         "norm_topk_prob": False,
         "mlp_only_layers": [],
