@@ -3,7 +3,6 @@ decoded rightly, or refused in one sentence that is true and says what to do. Th
 described are in `test_described_families.py`."""
 
 import json
-import warnings
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dovetail.protocol.errors import CheckpointError
@@ -21,16 +19,15 @@ from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.architecture import RECURRENT_FAMILIES
 from dovetail.workers.models.checkpoints.configured import read_config
 from dovetail.workers.models.families.names import DESCRIBED
-from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.speculation.decode import Chooser
 from support.architectures import VOCABULARY, YARN, configurations, write_tiny
 from support.cases import everyday
+from support.decoded import in_a_tree
+from support.models import reference_logits
 from support.sentences import check_sentence
 
-EVERY = 16
-"""One in so many classes is tried every day, and all of them in the slow run."""
+EVERY = 16  # one in so many classes is tried every day, and all of them in the slow run
 PROMPT, TREE = 40, 12
 """Tokens that are read at once, beyond every tiny window, and then a path of a tree."""
 TOLERANCE = {"fp32": 1e-3, "int8": 0.25}
@@ -53,39 +50,6 @@ def tokens() -> list[int]:
     return torch.randint(
         3, VOCABULARY, (PROMPT + TREE,), generator=torch.Generator().manual_seed(5)
     ).tolist()
-
-
-@torch.no_grad()
-def own_logits(folder: Path, ids: list[int]) -> Tensor:
-    """transformers' own eager logits [T, V]."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-        ).eval()
-        logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
-    return logits
-
-
-def logits_of(model: LanguageModel) -> Tensor:
-    """The logits [T, V] of all tokens: some read at once, the others as a path among strangers in a
-    tree."""
-    prompt, path = tokens()[:PROMPT], tokens()[PROMPT:]
-    cache = model.new_cache(PROMPT + 2 * TREE)
-    read = model.forward(torch.tensor(prompt), torch.arange(PROMPT), [Segment(cache, 0, PROMPT)])
-    cache.keep(range(PROMPT), PROMPT)
-    ids = [other for token in path for other in ((token + 7) % 45 + 3, token)]
-    above: list[int] = []
-    paths = []
-    for slot in range(PROMPT, PROMPT + 2 * TREE):
-        paths.append([*above, slot])
-        if (slot - PROMPT) % 2:
-            above.append(slot)
-    positions = torch.tensor([PROMPT + node // 2 for node in range(2 * TREE)])
-    tree = model.forward(
-        torch.tensor(ids), positions, [Segment(cache, PROMPT, 2 * TREE, Paths.of(PROMPT, paths))]
-    )
-    return torch.cat([read, tree[1::2]])
 
 
 def check_refusal(text: str, folder: Path) -> None:
@@ -114,7 +78,8 @@ def check_truth(text: str, folder: Path) -> None:
     model_class = None if config_class is None else MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     if "both directions" in text:
         ids = tokens()
-        one, other = own_logits(folder, ids), own_logits(folder, [*ids[:-1], ids[-1] % 45 + 3])
+        changed = [*ids[:-1], ids[-1] % 45 + 3]
+        one, other = (reference_logits(folder, own) for own in (ids, changed))
         assert not torch.allclose(one[0], other[0], atol=1e-4), "its first token sees the last one"
     if "recurrent state" in text:
         layers = str(AutoConfig.from_pretrained(folder).get_text_config().to_dict())
@@ -125,7 +90,7 @@ def check_truth(text: str, folder: Path) -> None:
         )
     if "fails with this config.json" in text:
         with pytest.raises((RuntimeError, TypeError, ValueError)):
-            own_logits(folder, tokens())
+            reference_logits(folder, tokens())
     if "latent attention" in text:
         assert "kv_lora_rank" in json.dumps(content)
     if "computes attention, masks or positions by itself" in text:
@@ -154,9 +119,9 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
             assert load_language_model(str(folder), weights="fp32", device="cpu").weights == "fp32"
     else:
         assert capfd.readouterr() == ("", "")
-        found = logits_of(model)
+        found = in_a_tree(model, tokens(), PROMPT)
         assert found.shape[1] == model.vocabulary_size
-        expected = own_logits(folder, tokens())
+        expected = reference_logits(folder, tokens())
         shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         found_share = float(shares.mean() if weights == "int8" else shares.max())
         assert found_share < TOLERANCE[weights], f"{model.choice}: {shares.tolist()}"
@@ -182,13 +147,11 @@ def test_a_refusal_names_what_is_missing_here(kind: str, missing: str, tmp_path:
         assert kind not in RECURRENT_FAMILIES
 
 
-def test_a_model_with_more_embeddings_than_logits_is_sampled(
-    tmp_path: Path,
-) -> None:
+def test_a_model_with_more_embeddings_than_logits_is_sampled(tmp_path: Path) -> None:
     write_tiny("moshi", tmp_path / "model")
     model = load_language_model(str(tmp_path / "model"), weights="fp32", device="cpu")
     chooser = Chooser([3], Sampling(temperature=1.0), bytes(16), model.vocabulary_size)
-    logits = logits_of(model)
+    logits = in_a_tree(model, tokens(), PROMPT)
     assert logits.shape[1] == model.vocabulary_size == VOCABULARY
     assert all(0 <= chooser.choice(row[None], []) < VOCABULARY for row in logits)
 
@@ -270,6 +233,6 @@ def test_an_encoder_that_is_told_to_be_a_decoder_is_decoded_or_refused_too(
     except CheckpointError as error:
         check_refusal(str(error), tmp_path)
     else:
-        torch.testing.assert_close(
-            logits_of(model), own_logits(tmp_path, tokens()), rtol=1e-3, atol=1e-3
-        )
+        expected = reference_logits(tmp_path, tokens())
+        found = in_a_tree(model, tokens(), PROMPT)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -9,13 +9,7 @@ CPU = torch.device("cpu")
 
 def opened(arenas: Arenas, capacity: int) -> ArenaCache:
     return ArenaCache(
-        arenas,
-        layers=2,
-        kv_heads=1,
-        head_dim=4,
-        capacity=capacity,
-        dtype=torch.half,
-        device=CPU,
+        arenas, layers=2, kv_heads=1, head_dim=4, capacity=capacity, dtype=torch.half, device=CPU
     )
 
 

@@ -177,12 +177,7 @@ def test_a_draft_and_its_graphs_take_what_was_counted_and_no_byte_more(
     counted = preflight.draft_bytes(there)
     before = MEMORY.most = MEMORY.used
     worker = open_draft_worker(
-        draft,
-        name="draft",
-        threads=1,
-        target=str(target),
-        cache=tmp_path,
-        vram=before + counted,
+        draft, name="draft", threads=1, target=str(target), cache=tmp_path, vram=before + counted
     )
     try_out(worker)
     assert MEMORY.limit == before + counted

@@ -89,11 +89,7 @@ def decode(model: LanguageModel, rows: Sequence[int] = FEW) -> list[Tensor]:
     ),
 )
 def test_captured_layers_give_the_bytes_of_layers_that_are_computed_operation_by_operation(
-    tmp_path: Path,
-    launches: list[str],
-    family: str,
-    places: Sequence[Place],
-    rows: Sequence[int],
+    tmp_path: Path, launches: list[str], family: str, places: Sequence[Place], rows: Sequence[int]
 ) -> None:
     folder, making = FAMILIES[family](tmp_path, layers=LAYERS, dtype=torch.float16), Captures()
     expected = decode(placed(folder, places, None), rows)

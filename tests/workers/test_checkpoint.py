@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.tokenizer import _special_tokens, read_tokenizer
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
+from hostile.checkpoints import BAD, Bad
 from support.models import VOCABULARY, reference_logits
 
 
@@ -51,6 +51,26 @@ def refusal(source: object) -> str:
     return str(caught.value)
 
 
+OF_A_WORKER = ("unknown kind", "normalizer", "payload for weights")  # what else a worker looks at
+LARGE = ("GiB", "MiB", "/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(bad, id=bad.name)
+        for kind in ("weights", "configuration", "tokenizer", "chat template")
+        for bad in BAD[kind]
+        if not any(part in bad.name for part in OF_A_WORKER + LARGE)
+    ],
+)
+def test_a_bad_folder_is_refused_in_one_line_by_name(folder: Path, bad: Bad) -> None:
+    """`test_hostile.py` loads these and larger ones in workers."""
+    bad.spoil(folder)
+    said = refusal(folder)
+    assert all(word in said for word in bad.words), said
+
+
 def test_a_whole_folder_opens_with_its_facts(folder: Path) -> None:
     checkpoint = open_checkpoint(str(folder))
     assert checkpoint.tokenizer == (folder / "tokenizer.json").read_bytes()
@@ -65,16 +85,6 @@ def test_the_digest_covers_weights_and_configuration_but_not_the_place(
     folder: Path, llama_folder: Path
 ) -> None:
     before = open_checkpoint(str(llama_folder)).digest
-    files = [folder / "config.json", folder / "model.safetensors"]
-    assert (
-        before
-        == sha256(
-            b"".join(
-                f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes()
-                for file in files
-            )
-        ).hexdigest()
-    )
     assert open_checkpoint(str(folder)).digest == before
     edit_json(folder / "config.json", rms_norm_eps=1e-4)
     changed = open_checkpoint(str(folder)).digest
@@ -96,38 +106,10 @@ def test_a_digest_that_is_found_beside_other_work_is_the_same_and_names_what_is_
         print(damaged.digest)
 
 
-def test_a_missing_tensor_is_named(folder: Path) -> None:
-    edit_tensors(folder, model__layers__1__mlp__up_proj__weight=None)
-    assert "model.layers.1.mlp.up_proj.weight" in refusal(folder)
-
-
 def test_a_superfluous_tensor_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit_tensors(folder, model__surplus=torch.ones(3))
     load_language_model(str(folder), weights="fp32", device="cpu")
     assert "model.surplus" in caplog.text
-
-
-def test_a_tensor_of_another_shape_is_refused(folder: Path) -> None:
-    edit_tensors(folder, model__norm__weight=torch.ones(63))
-    assert refusal(folder).startswith(
-        f"{folder}: tensor model.norm.weight has the shape [63], where config.json calls for [64]"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("hidden_size", 10**9),
-        ("vocab_size", 10**7),
-        ("intermediate_size", 10**12),
-        ("num_hidden_layers", 10**9),
-    ],
-)
-def test_a_configuration_that_calls_for_immense_weights_is_refused_before_memory_is_taken(
-    folder: Path, name: str, value: int
-) -> None:
-    edit_json(folder / "config.json", **{name: value}, layer_types=None)
-    assert str(value) in refusal(folder)
 
 
 def test_layers_of_which_transformers_makes_a_list_are_refused_before_it_does(folder: Path) -> None:
@@ -157,66 +139,15 @@ def test_the_rotation_that_transformers_does_not_read_is_named_and_no_other_fiel
     assert "model type phi3: rope_scaling is {'type': 'su'" in refusal(folder)
 
 
-@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_numbers_that_mean_nothing_without_a_scale_are_refused(
-    folder: Path, kind: torch.dtype
-) -> None:
-    edit_tensors(folder, model__norm__weight=torch.ones(64).to(kind))
-    assert "model.safetensors: tensor model.norm.weight has numbers of type F8" in refusal(folder)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_number_is_named_with_file_and_tensor(folder: Path, value: float) -> None:
-    tensor = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    tensor[3, 4] = value
-    edit_tensors(folder, model__layers__0__mlp__up_proj__weight=tensor)
-    text = refusal(folder)
-    assert "model.safetensors" in text
-    assert "model.layers.0.mlp.up_proj.weight" in text
-
-
-@pytest.mark.parametrize("keep", [0, 5, 400, 20_000])
-def test_a_truncated_file_is_refused(folder: Path, keep: int) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    assert "not a complete safetensors file" in refusal(folder)
-
-
-def test_garbage_is_refused(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
-    assert "not a complete safetensors file" in refusal(folder)
-
-
 def test_pickled_weights_are_refused_with_the_remedy(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "convert them to safetensors" in refusal(folder)
 
 
-def test_a_folder_without_weights_or_configuration_is_refused(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    assert "has no model.safetensors" in refusal(folder)
-    (folder / "config.json").unlink()
-    assert "has no config.json" in refusal(folder)
-
-
-def test_a_pipe_in_the_place_of_a_configuration_is_refused_and_not_waited_for(
-    folder: Path,
-) -> None:
+def test_a_pipe_in_the_place_of_a_configuration_is_refused_and_not_waited_for(folder: Path) -> None:
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     assert "config.json cannot be read (it is not a file)" in refusal(folder)
-
-
-def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    assert "save_pretrained" in refusal(folder)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
-@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '{"model": 3}'])
-def test_broken_json_is_refused(folder: Path, name: str, content: str) -> None:
-    (folder / name).write_text(content)
-    refusal(folder)
 
 
 def write_index(folder: Path, files: dict[str, str]) -> None:
@@ -277,23 +208,11 @@ def test_the_file_that_is_checked_is_the_one_that_is_loaded(folder: Path) -> Non
     assert "model.norm.weight" in refusal(folder)
 
 
-def test_an_adapter_is_refused(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text("{}")
-    assert "merge it" in refusal(folder)
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        (
-            {"model_type": "no-such-model"},
-            "model type 'no-such-model' is not known to transformers",
-        ),
         ({"vocab_size": 0}, "size"),
         ({"eos_token_id": "one"}, "eos_token_id is 'one'"),
-        ({"num_attention_heads": 0}, "config.json: num_attention_heads is 0"),
-        ({"num_attention_heads": -4}, "config.json: num_attention_heads is -4"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"hidden_size": 63}, "63"),
         ({"head_dim": -3}, "head_dim is -3"),
@@ -324,31 +243,6 @@ def test_angles_that_grow_beyond_the_context_are_those_of_transformers_within_it
         [Segment(model.new_cache(len(tokens)), 0, len(tokens))],
     )
     torch.testing.assert_close(found, reference_logits(folder, tokens), rtol=1e-4, atol=1e-4)
-
-
-def test_a_configuration_that_transformers_cannot_read_is_refused_in_one_line(folder: Path) -> None:
-    edit_json(folder / "config.json", eos_token_id="x")
-    text = refusal(folder)
-    assert str(folder) in text
-    assert "eos_token_id is 'x'" in text
-
-
-def test_a_chat_template_that_is_not_utf_8_is_refused(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_bytes(b"{{ \xff }}")
-    assert f"{folder / 'chat_template.jinja'} is not UTF-8" in refusal(folder)
-
-
-def test_remote_code_is_neither_run_nor_asked_about(folder: Path) -> None:
-    (folder / "evil.py").write_text("raise SystemExit('ran')")
-    edit_json(
-        folder / "config.json",
-        model_type="evil",
-        auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
-    )
-    assert (
-        "model type 'evil' needs its own program code (auto_map names 'evil.Config'), which "
-        "is never run" in refusal(folder)
-    )
 
 
 @pytest.mark.parametrize("source", ["", "/no/such/folder", "./no-such-folder", "a/b/c/d", "../x"])
@@ -482,11 +376,7 @@ def test_templates_read_special_tokens_as_the_tokenizer_spells_them() -> None:
         "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ sep_token is defined }}\n"
         "  {% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    own = {
-        "bos_token": None,
-        "eos_token": {"content": 'é"\\<end>\U0001f600'},
-        "unk_token": "<unk>",
-    }
+    own = {"bos_token": None, "eos_token": {"content": 'é"\\<end>\U0001f600'}, "unk_token": "<unk>"}
     spelt = {
         name: text["content"] if isinstance(text, dict) else text for name, text in own.items()
     }

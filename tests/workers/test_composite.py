@@ -16,10 +16,9 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from dovetail.launch.planning.designs import design_of, read_config
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.composite import KINDS
-from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.segment import Segment
 from support.architectures import VOCABULARY, randomise, shrunk
+from support.decoded import logits_of as text_logits
 from support.kernels import needs_kernels
 from support.models import write_tokenizer
 from support.sentences import check_sentence
@@ -81,14 +80,8 @@ def write(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def logits_of(folder: Path, weights: str = "fp32", backend: str = "auto") -> Tensor:
-    return decode(load_language_model(str(folder), weights=weights, device="cpu", backend=backend))
-
-
-def decode(model: LanguageModel) -> Tensor:
-    cache = model.new_cache(len(TOKENS))
-    return model.forward(
-        TOKENS, torch.arange(len(TOKENS)), [Segment(cache, 0, len(TOKENS))]
-    ).float()
+    model = load_language_model(str(folder), weights=weights, device="cpu", backend=backend)
+    return text_logits(model, TOKENS.tolist()).float()
 
 
 def rename(folder: Path, beginnings: Mapping[str, str]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VerifyItem
@@ -18,10 +17,10 @@ from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.segment import Segment
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
 from support.architectures import VARIED, VOCABULARY, write_tiny
+from support.decoded import logits_of
 from support.models import reference_logits
 from support.opening import opening
 from support.packed import load_with_reference
@@ -29,10 +28,8 @@ from support.unusual import unusual
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
-EVERY = 30
-"""One in so many is tried every day."""
-LENGTH = 44
-"""Tokens that are read: more than most windows here."""
+EVERY = 30  # one in so many is tried every day
+LENGTH = 44  # tokens that are read: more than most windows here
 
 
 def rope(kind: str, **others: Any) -> dict[str, Any]:
@@ -54,11 +51,7 @@ def heads(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
 
 
 def sizes(hidden: int, units: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": units,
-        "moe_intermediate_size": units,
-    }
+    return {"hidden_size": hidden, "intermediate_size": units, "moe_intermediate_size": units}
 
 
 def windows(window: int, *windowed: int) -> dict[str, Any]:
@@ -149,11 +142,6 @@ UNUSUAL: list[tuple[str, dict[str, Any]]] = [
 """Model types, and what is unusual of each configuration."""
 
 
-def read(model: LanguageModel, ids: list[int]) -> Tensor:
-    cache, count = model.new_cache(len(ids)), len(ids)
-    return model.forward(torch.tensor(ids), torch.arange(count), [Segment(cache, 0, count)])
-
-
 WEIGHTS: dict[str, dict[str, Any]] = {
     "fp32": {"weights": "fp32"},
     "half": {"weights": "half"},
@@ -196,7 +184,7 @@ def check_logits(folder: Path, how: Mapping[str, Any]) -> None:
     model, reference = load_with_reference(folder, **how)
     least = torch.full((LENGTH,), torch.inf)
     for seed in range(DRAWS):
-        found, expected = read(model, text(seed)), reference(text(seed))
+        found, expected = logits_of(model, text(seed)), reference(text(seed))
         assert bool(torch.isfinite(found).all())
         least = torch.minimum(least, (found - expected).norm(dim=-1) / expected.norm(dim=-1))
         if float(least.max()) < TOLERANCE:
@@ -210,9 +198,7 @@ def check_logits(folder: Path, how: Mapping[str, Any]) -> None:
     "place",
     [
         pytest.param(
-            place,
-            id=f"{kind} {place}",
-            marks=[] if place % EVERY == 0 else [pytest.mark.slow],
+            place, id=f"{kind} {place}", marks=[] if place % EVERY == 0 else [pytest.mark.slow]
         )
         for place, (kind, _) in enumerate(UNUSUAL)
     ],
@@ -223,7 +209,7 @@ def test_an_unusual_configuration_gives_transformers_logits(place: int, tmp_path
     assert write_tiny(kind, tmp_path / "half", dtype=torch.bfloat16, **fields)
     model = load_language_model(str(tmp_path / "m"), weights="fp32", device="cpu")
     assert model.backend == "kernels", model.choice
-    found, expected = read(model, text(7)), reference_logits(tmp_path / "m", text(7))
+    found, expected = logits_of(model, text(7)), reference_logits(tmp_path / "m", text(7))
     shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(shares.max()) < TOLERANCE
     name = [*OTHERS][place % len(OTHERS)]
@@ -278,11 +264,7 @@ def decode(
     for number in range(1, REPLY + 1):
         tokens, parents = branches(of, right[len(found) :][: of.randint(0, 5)])
         item = VerifyItem(
-            session=1,
-            round=number,
-            prefix=len(prompt) + len(found),
-            tokens=tokens,
-            parents=parents,
+            session=1, round=number, prefix=len(prompt) + len(found), tokens=tokens, parents=parents
         )
         (verdict,) = verifier.verify([item])
         assert isinstance(verdict, Verdict)

@@ -198,8 +198,7 @@ def test_a_level_stays_within_its_budget(kind: str, temperature: float, tmp_path
     assert all(count <= bound for count, bound in zip(found.all(), most.all(), strict=True)), found
 
 
-MANY = 8
-"""Sessions that share a pass."""
+MANY = 8  # sessions that share a pass
 
 
 @pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 0.0))
@@ -237,8 +236,7 @@ MATRICES = WIDTH_OF * (2 * WIDTH_OF + 3 * WIDTH_OF + 3 * UNITS + VOCABULARY)
 MOST_MOVED = 1.15
 """The most bytes of a level of one session, over those of the weights: without keys and values,
 which are read where they lie, and with scores, states and logits of every row."""
-BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5}
-"""Bits of a weight with its share of scales."""
+BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5}  # bits of a weight with its share of scales
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from support.emulated import Emulated, emulated
 CPU = torch.device("cpu")
 
 
-GROUPS = 2
-"""Query heads of a key head."""
+GROUPS = 2  # query heads of a key head
 
 
 def given(heads: int, rows: int, slots: int, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import DraftSettings
@@ -17,11 +16,7 @@ from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.blocks import Part
 from dovetail.workers.models.backends.blob import Lying
-from dovetail.workers.models.backends.device.choice import (
-    Products,
-    against_kernels,
-    products_on,
-)
+from dovetail.workers.models.backends.device.choice import Products, against_kernels, products_on
 from dovetail.workers.models.backends.device.own_blocks import (
     CONTESTS,
     FORMATS,
@@ -34,13 +29,12 @@ from dovetail.workers.models.backends.resident import ResidentDraft
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.view import view_of
-from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.segment import Paths, Segment
 from pretended.device import PretendedTransfer, device
 from support.architectures import write_tiny
 from support.cases import everyday
 from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_a_compiler, needs_nvrtc
+from support.decoded import decode
 from support.emulated import UNITS, Emulated, emulated, given_to_pretended
 from support.gguf_files import BLOCKED, write_gguf
 from support.kernels import needs_kernels
@@ -50,8 +44,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}
 F16, Q4_K, Q6_K = 1, 12, 14
 PATHS = [*((Kind.BLOCKS, units) for units in UNITS), (Kind.EXACT_BLOCKS, "vectors")]
 """Rows in int8 on every path of the functions, and in fp32 on the only one."""
-ROUNDED = 0.08
-"""See `test_substitute.py`."""
+ROUNDED = 0.08  # see `test_substitute.py`
 FORMATS_IN = f"{own_blocks.__module__}.FORMATS"
 
 
@@ -122,16 +115,6 @@ def written(folder: Path) -> Path:
         folder / "model", file, lambda _, shape: next(turn) if shape[-1] % 256 == 0 else Type.F16
     )
     return file
-
-
-def decode(model: LanguageModel) -> Tensor:
-    """Return the logits of a prompt, and of a tree behind it."""
-    tokens, cache = torch.arange(2, 6), model.new_cache(8)
-    prompt = model.forward(tokens, torch.arange(4), [Segment(cache, 0, 4)])
-    cache.keep(range(4), 4)
-    tree = Segment(cache, 4, 4, Paths.of(4, [[4], [4, 5], [4, 6], [4, 6, 7]]))
-    places = torch.tensor([4, 5, 5, 6])
-    return torch.cat([prompt, model.forward(tokens, places, [tree])]).cpu()
 
 
 @needs_a_compiler

@@ -171,10 +171,7 @@ def test_ours_is_not_used_where_a_number_differs() -> None:
 
 @needs_kernels
 def test_weights_of_32_bits_are_torchs() -> None:
-    products, matrix = (
-        Products(CPU, nobody),
-        PackedMatrix(Kind.FP32, 16, 3),
-    )
+    products, matrix = (Products(CPU, nobody), PackedMatrix(Kind.FP32, 16, 3))
     matrix.pack(torch.ones(16, 3))
     assert isinstance(products.lay_out(*lying(matrix)), Matrix)
     assert products.said == {}

@@ -15,16 +15,16 @@ from torch import Tensor
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import Sampling
 from dovetail.workers import kernels
-from dovetail.workers.kernels.layer_plan import HeadNorm
+from dovetail.workers.kernels.layer_plan import HeadNorm, Score
 from dovetail.workers.models import loading
 from dovetail.workers.models.backends import fused
-from dovetail.workers.models.families.description import Family, Growth, LayerSpec, Rope
+from dovetail.workers.models.families.description import Experts, Family, Growth, LayerSpec, Rope
 from dovetail.workers.models.families.names import DESCRIBED
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import VARIED, VOCABULARY, write_tiny, write_varied
+from support.decoded import extend, in_a_tree
 from support.models import reference_choice, reference_logits, reference_tokens
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
@@ -46,7 +46,7 @@ ALIKE = (
     *("sarvam_mla", "glm4_moe_lite", "youtu"),
 )
 """Families that are another one by another name, or less than it."""
-FOUND = r"layer \d+ .*(differ|described|sees others|reads other)"
+FOUND = r"layer \d+ .*(differ|described|sees others|reads other|chooses other experts)"
 NEW_IN_ALL_WEIGHTS = [
     pytest.param(kind, weights, marks=[] if weights == "fp32" else pytest.mark.slow)
     for kind in NEW
@@ -79,36 +79,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Lan
 
 def read(model: LanguageModel, ids: list[int], chunks: list[int]) -> Tensor:
     """The logits [T, V] of all tokens, read in chunks."""
-    cache, start, found = model.new_cache(len(ids)), 0, []
-    for count in chunks:
-        stop = min(len(ids), start + count)
-        rows = torch.arange(start, stop)
-        found.append(
-            model.forward(
-                torch.tensor(ids[start:stop]), rows, [Segment(cache, start, stop - start)]
-            )
-        )
-        cache.keep(range(start, stop), stop - start)
-        start = stop
-    return torch.cat(found)
-
-
-def read_in_a_tree(model: LanguageModel, ids: list[int]) -> Tensor:
-    """The logits [T, V] of all tokens: the last ones are a path whose nodes have siblings."""
-    cache = model.new_cache(PROMPT + 2 * PATH)
-    prompt = model.forward(
-        torch.tensor(ids[:PROMPT]), torch.arange(PROMPT), [Segment(cache, 0, PROMPT)]
-    )
-    cache.keep(range(PROMPT), PROMPT)
-    drawn, paths, above = [], [], list[int]()
-    for depth, token in enumerate(ids[PROMPT:]):
-        slot = PROMPT + 2 * depth
-        drawn += [(token + 7) % 45 + 3, token]
-        paths += [[*above, slot], [*above, slot + 1]]
-        above.append(slot + 1)
-    tree = Segment(cache, PROMPT, 2 * PATH, Paths.of(PROMPT, paths))
-    positions = torch.tensor([PROMPT + node // 2 for node in range(2 * PATH)])
-    return torch.cat([prompt, model.forward(torch.tensor(drawn), positions, [tree])[1::2]])
+    cache = model.new_cache(len(ids))
+    parts = [extend(model, cache, ids[cache.length :][:count]) for count in chunks]
+    return torch.cat(parts)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +101,7 @@ def test_a_described_family_is_computed_by_the_kernels_as_by_transformers(
     model = loaded(kind, weights)
     assert model.backend == "kernels"
     ids = tokens()
-    plain, tree = read(model, ids, [len(ids)]), read_in_a_tree(model, ids)
+    plain, tree = read(model, ids, [len(ids)]), in_a_tree(model, ids, PROMPT)
     assert torch.equal(plain, tree), "a token in a tree is the token in a text, to the last byte"
     expected = reference_logits(model.checkpoint.folder, ids)
     shares = (plain - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -136,7 +109,13 @@ def test_a_described_family_is_computed_by_the_kernels_as_by_transformers(
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_oss", "qwen3_5_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("gpt2", "gpt_oss", "qwen3_5_text", "deepseek_v3"),
+        *("mixtral", "qwen2_moe", "granitemoe", "glm4_moe", "afmoe"),
+    ],
+)
 def test_the_tokens_are_those_of_transformers(
     kind: str, temperature: float, loaded: Callable[[str, str], LanguageModel]
 ) -> None:
@@ -186,26 +165,41 @@ def test_every_tensor_of_a_checkpoint_counts(kind: str, tmp_path: Path) -> None:
 
 
 def spoilt(spec: LayerSpec, how: str) -> LayerSpec:
-    attention = spec.attention
-    changed = {
-        "rope": replace(attention, rope=Rope() if attention.rope is None else None),
-        "pairs": replace(attention, rope=Rope(interleaved=True)),
-        "backward": replace(attention, rope=Rope(backward=True)),
-        "window": replace(attention, window=attention.window + 1),
-        "scale": replace(attention, scale=attention.scale * 1.5),
-        "place": replace(attention, norm_place=HeadNorm.HEAD_AFTER_ROPE),
-        "growth": replace(attention, growth=Growth(0.5, 17)),
-        "ahead": replace(attention, growth=Growth(0.5, 16)),
-        "chunk": replace(attention, chunk=9),
-        "reads": replace(attention, reads=2),
+    said: Any = spec.attention
+    attention: dict[str, dict[str, Any]] = {
+        "rope": {"rope": Rope() if said.rope is None else None},
+        "plain pairs": {"rope": Rope()},
+        "pairs": {"rope": Rope(interleaved=True)},
+        "backward": {"rope": Rope(backward=True)},
+        "window": {"window": getattr(said, "window", 0) + 1},
+        "scale": {"scale": said.scale * 1.5},
+        "place": {"norm_place": HeadNorm.HEAD_AFTER_ROPE},
+        "growth": {"growth": Growth(0.5, 17)},
+        "ahead": {"growth": Growth(0.5, 16)},
+        "chunk": {"chunk": 9},
+        "reads": {"reads": 2},
+        "epsilon": {"epsilon": 1e-2},
+        "norm": {"query_norm": None},
     }
-    if how in changed:
-        return replace(spec, attention=changed[how])
+    router: dict[str, dict[str, Any]] = {
+        "weights": {"normalised": False},
+        "factor": {"scale": 1.1},
+        "correction": {"correction": None},
+        "score": {"score": Score.SOFTMAX},
+        "groups": {"groups": 1, "chosen_groups": 1},
+    }
+    if how in attention:
+        return replace(spec, attention=replace(said, **attention[how]))
     if how == "residual":
         return replace(spec, residual_scale=0.9)
     if how == "parallel":
         return replace(spec, parallel=True)
-    return replace(spec, norms=replace(spec.norms, plus_one=True))
+    if how == "plus one":
+        return replace(spec, norms=replace(spec.norms, plus_one=True))
+    assert isinstance(spec.mlp, Experts)
+    if how == "shared":
+        return replace(spec, mlp=replace(spec.mlp, shared=None))
+    return replace(spec, mlp=replace(spec.mlp, router=replace(spec.mlp.router, **router[how])))
 
 
 def spoilt_layer(family: Family, how: str, config: Any, index: int) -> LayerSpec:
@@ -214,24 +208,23 @@ def spoilt_layer(family: Family, how: str, config: Any, index: int) -> LayerSpec
     return spoilt(spec, how) if index == config.num_hidden_layers - 1 else spec
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        ("smollm3", "rope"),
-        ("llama", "pairs"),
-        ("llama", "backward"),
-        ("mistral", "window"),
-        ("qwen2", "scale"),
-        ("qwen3", "place"),
-        ("ministral3", "growth"),
-        ("llama4_text", "ahead"),
-        ("llama4_text", "chunk"),
-        ("gemma4_text small", "reads"),
-        ("llama", "residual"),
-        ("llama", "parallel"),
-        ("llama", "plus one"),
-    ],
-)
+WRONG = {
+    "smollm3": ["rope"],
+    "llama": ["pairs", "backward", "residual", "parallel", "plus one"],
+    "mistral": ["window"],
+    "qwen2": ["scale"],
+    "qwen3": ["place"],
+    "ministral3": ["growth"],
+    "llama4_text": ["ahead", "chunk"],
+    "gemma4_text small": ["reads"],
+    "youtu": ["plain pairs", "scale", "epsilon", "growth", "norm"],
+    "glm4_moe": ["weights", "factor", "correction", "score", "groups", "shared"],
+}
+GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 1, "norm_topk_prob": True}
+"""Fields of glm4_moe by which groups matter."""
+
+
+@pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind in WRONG for how in WRONG[kind]])
 def test_a_wrong_description_of_one_layer_is_found(
     kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,8 +232,10 @@ def test_a_wrong_description_of_one_layer_is_found(
     wrong = replace(family, layer=partial(spoilt_layer, family, how))
     monkeypatch.setattr(fused, "FAMILIES", {kind.split()[0]: wrong})
     monkeypatch.setattr(loading, "try_library", lambda *_: None)  # which may refuse it first
+    fields = GROUPED if kind == "glm4_moe" else VARIED.get(kind, {})
+    write_tiny(kind.split()[0], tmp_path, **fields)
     with pytest.raises(CheckpointError, match=FOUND):
-        load(kind, tmp_path / "model", "fp32")
+        load_language_model(str(tmp_path), weights="fp32", device="cpu", backend="kernels")
 
 
 @pytest.mark.parametrize(
@@ -280,9 +275,17 @@ def test_what_the_kernels_cannot_compute_of_a_family_is_named(
         )
 
 
-def test_an_activation_that_the_kernels_lack_is_named(tmp_path: Path) -> None:
-    write_tiny("llama", tmp_path / "model", hidden_act="relu")
-    with pytest.raises(CheckpointError, match="no activation 'relu'"):
-        load_language_model(
-            str(tmp_path / "model"), weights="fp32", device="cpu", backend="kernels"
-        )
+@pytest.mark.parametrize("given", [{"device": "cpu", "backend": "library"}, {"device": "meta"}])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("youtu", "its attention over latents is not computed by torch"),
+        ("qwen3_5_text", "layers with a state are not computed by torch's library"),
+    ],
+)
+def test_what_the_kernels_alone_compute_is_refused_elsewhere_in_a_sentence(
+    kind: str, words: str, given: dict[str, str], tmp_path: Path
+) -> None:
+    write_tiny(kind, tmp_path, **VARIED.get(kind, {}))
+    with pytest.raises(CheckpointError, match=words):
+        load_language_model(str(tmp_path), weights="fp32", **given)

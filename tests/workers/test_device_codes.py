@@ -29,10 +29,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.substitutes.coded import coded_product, pack_codes
-from dovetail.workers.models.substitutes.device_codes import (
-    Capture,
-    load_device_substitute,
-)
+from dovetail.workers.models.substitutes.device_codes import Capture, load_device_substitute
 from dovetail.workers.models.substitutes.quantised import CodedProduct
 from dovetail.workers.models.substitutes.quantize import Codes
 from dovetail.workers.models.substitutes.substitute import load_substitute
@@ -43,8 +40,7 @@ from support.decoded import far
 from support.kernels import needs_kernels
 from support.models import CONFIG, tiny_llama
 
-ROUNDED = 0.08
-"""See `test_substitute.py`."""
+ROUNDED = 0.08  # see `test_substitute.py`
 TOKENS = torch.tensor([3, 14, 15, 9, 26, 5, 35, 8])
 PATHS = [[8], [8, 9], [8, 10], [8, 10, 11], [8, 10, 12]]
 TREE, LEVELS = torch.tensor([30, 7, 8, 22, 4]), torch.tensor([8, 9, 9, 10, 10])
@@ -94,10 +90,7 @@ def pair(
     """A target of which so many layers stay, and its substitute."""
     places = [Place.RESIDENT] * resident + [Place.STREAMED] * (2 - resident)
     target = load_language_model(
-        str(folder),
-        weights="half",
-        device="cpu",
-        stage=lambda *_: Staging(places, HostTransfer()),
+        str(folder), weights="half", device="cpu", stage=lambda *_: Staging(places, HostTransfer())
     )
     substitute, made, shared = load_device_substitute(target, capture, weights=weights, folder=kept)
     assert shared == resident == 2 - made.made

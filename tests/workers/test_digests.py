@@ -210,13 +210,6 @@ def test_a_file_that_has_changed_under_its_name_is_read_anew(
     assert open_weights(folder).digest == before
 
 
-def test_another_configuration_is_another_digest(tmp_path: Path) -> None:
-    folder = large(tmp_path / "model")
-    before = open_weights(folder).digest
-    (folder / "config.json").write_text('{"a": 1}')
-    assert open_weights(folder).digest == plain_digest(folder) != before
-
-
 @pytest.mark.parametrize("change", [rewrite, replace])
 def test_nothing_is_taken_from_a_file_that_was_changed_after_it_was_checked(
     tmp_path: Path, change: Callable[[Path, bytes], None]

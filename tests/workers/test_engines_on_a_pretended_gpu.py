@@ -72,8 +72,7 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Kind:
     """A draft to open."""
 
-    head: str = ""
-    """A variant of `support.heads`; empty: a model."""
+    head: str = ""  # a variant of `support.heads`; empty: a model
     weights: str = "auto"
     contrast: bool = True
 

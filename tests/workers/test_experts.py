@@ -3,8 +3,6 @@ rows are beside it, transformers' tokens, and checkpoints that lack a part of an
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +27,15 @@ from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.footprint import in_pieces, read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.loader import open_skeleton
-from dovetail.workers.models.families.description import Experts, Family, LayerSpec
-from dovetail.workers.models.families.mixtures import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model, random_language_model
 from dovetail.workers.models.parity.following import UnsupportedError
-from dovetail.workers.models.segment import Segment
 from dovetail.workers.progress import hearing_loads
-from dovetail.workers.sessions.results import First, Verdict
+from dovetail.workers.sessions.results import First
 from dovetail.workers.verifier import Verifier
 from support.architectures import VOCABULARY, write_tiny
-from support.models import reference_logits, reference_tokens
+from support.decoded import logits_of
+from support.models import reference_logits
 from support.opening import opening
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
@@ -126,10 +122,7 @@ def test_a_correction_changes_the_choice_and_no_weight() -> None:
 
 def test_experts_are_chosen_within_the_groups_whose_two_best_are_best() -> None:
     x = torch.tensor([[9.0, 0.0, 0.0, 5.0, 6.0, 0.0]])  # the best expert is not in the best group
-    choice = route(
-        router(6, 2, score=Score.SOFTMAX_OF_CHOSEN, groups=2, chosen_groups=1),
-        x,
-    )
+    choice = route(router(6, 2, score=Score.SOFTMAX_OF_CHOSEN, groups=2, chosen_groups=1), x)
     assert choice.ids.tolist() == [[3, 4]]
 
 
@@ -148,17 +141,6 @@ def threads() -> Iterator[None]:
     kernels.set_threads(before)
 
 
-def read(model: LanguageModel, ids: list[int], rows: int) -> Tensor:
-    """The logits [T, V] of all tokens, read so many at a time."""
-    cache, found = model.new_cache(len(ids)), []
-    for start in range(0, len(ids), rows):
-        part = ids[start : start + rows]
-        places = torch.arange(start, start + len(part))
-        found.append(model.forward(torch.tensor(part), places, [Segment(cache, start, len(part))]))
-        cache.keep(range(start, start + len(part)), len(part))
-    return torch.cat(found)
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("weights", TYPES)
 def test_a_row_has_the_same_bytes_among_any_number_of_rows_and_threads(
@@ -171,10 +153,10 @@ def test_a_row_has_the_same_bytes_among_any_number_of_rows_and_threads(
         moe_intermediate_size=31,  # no multiple of any step of the kernels
     )
     model, ids = load(tmp_path / "m", weights), tokens(MOST_ROWS)
-    alone = read(model, ids, 1)
+    alone = logits_of(model, ids, 1)
     for rows in range(2, MOST_ROWS + 1):
         kernels.set_threads(1 + rows % 3)
-        assert torch.equal(read(model, ids, rows), alone), rows
+        assert torch.equal(logits_of(model, ids, rows), alone), rows
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "llama4_text"])
@@ -183,34 +165,10 @@ def test_rows_of_several_batches_have_the_bytes_that_each_has_alone(
 ) -> None:
     write_tiny(kind, tmp_path / "m", num_local_experts=8, num_experts_per_tok=7)
     model, ids = load(tmp_path / "m"), tokens(90)  # 630 places, of which 512 are computed at a time
-    assert torch.equal(read(model, ids, 90), read(model, ids, 1))
+    assert torch.equal(logits_of(model, ids, 90), logits_of(model, ids, 1))
 
 
 # tokens
-
-
-def decode(model: LanguageModel, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
-    """Tokens after a prompt, one at a time."""
-    verifier, tree = Verifier(model, Spans()), TreeSettings(policy="dynamic", gamma=2, depth=2)
-    (first,) = verifier.open(
-        opening(1, tuple(prompt), key=KEY, capacity=90, sampling=sampling, tree=tree)
-    )
-    assert isinstance(first, First)
-    log = [*prompt, first.token]
-    while len(log) < len(prompt) + count:
-        item = VerifyItem(session=1, round=len(log), prefix=len(log), tokens=(), parents=())
-        (verdict,) = verifier.verify([item])
-        assert isinstance(verdict, Verdict)
-        log.append(verdict.item.bonus)
-    return log[len(prompt) :]
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "granitemoe", "glm4_moe", "afmoe"])
-def test_tokens_are_those_that_transformers_chooses(kind: str, tmp_path: Path) -> None:
-    write_tiny(kind, tmp_path / "m")
-    model, prompt, sampling = load(tmp_path / "m"), tokens(12), Sampling(temperature=1.0)
-    expected = reference_tokens(tmp_path / "m", prompt, 12, key=KEY, sampling=sampling)
-    assert decode(model, prompt, 12, sampling) == expected
 
 
 def chosen_by_transformers(folder: Path, ids: list[int], rows: int) -> int:
@@ -295,14 +253,14 @@ def stack(tensors: dict[str, Tensor]) -> None:
 
 def test_experts_in_one_tensor_a_layer_are_read_too(tmp_path: Path) -> None:
     write_tiny("qwen3_moe", tmp_path / "m")
-    one_by_one = read(load(tmp_path / "m"), tokens(20), 20)
+    one_by_one = logits_of(load(tmp_path / "m"), tokens(20), 20)
     rewrite(tmp_path / "m", stack)
-    assert torch.equal(read(load(tmp_path / "m"), tokens(20), 20), one_by_one)
+    assert torch.equal(logits_of(load(tmp_path / "m"), tokens(20), 20), one_by_one)
 
 
 def test_a_mixture_of_one_expert_is_read(tmp_path: Path) -> None:
     write_tiny("mixtral", tmp_path / "m", num_local_experts=1, num_experts_per_tok=1)
-    found = read(load(tmp_path / "m"), tokens(20), 20)
+    found = logits_of(load(tmp_path / "m"), tokens(20), 20)
     expected = reference_logits(tmp_path / "m", tokens(20))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
@@ -310,12 +268,12 @@ def test_a_mixture_of_one_expert_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", ["fp32", "int8"])
 def test_experts_in_fp64_are_those_in_fp32(weights: str, tmp_path: Path) -> None:
     write_tiny("qwen3_moe", tmp_path / "m")
-    single = read(load(tmp_path / "m", weights), tokens(20), 20)
+    single = logits_of(load(tmp_path / "m", weights), tokens(20), 20)
     rewrite(
         tmp_path / "m",
         lambda tensors: tensors.update({name: t.double() for name, t in tensors.items()}),
     )
-    assert torch.equal(read(load(tmp_path / "m", weights), tokens(20), 20), single)
+    assert torch.equal(logits_of(load(tmp_path / "m", weights), tokens(20), 20), single)
 
 
 def write_in_blocks(folder: Path) -> dict[str, Tensor]:
@@ -344,27 +302,27 @@ def test_experts_in_mxfp4_are_what_transformers_reads_of_them(tmp_path: Path) ->
     skeleton = open_skeleton(open_checkpoint(str(tmp_path / "m")))
     for name, expected in plain.items():
         assert torch.equal(skeleton.read(name), expected)
-    found = read(load(tmp_path / "m", "half"), tokens(20), 20)
+    found = logits_of(load(tmp_path / "m", "half"), tokens(20), 20)
     write_tiny("gpt_oss", tmp_path / "plain", dtype=torch.bfloat16)
     kept = load_file(tmp_path / "m" / "model.safetensors")
     others = {name: tensor for name, tensor in kept.items() if "proj_" not in name}
     biases = {name: tensor for name, tensor in kept.items() if name.endswith("proj_bias")}
     rewrite(tmp_path / "plain", lambda tensors: tensors.update({**others, **biases, **plain}))
-    assert torch.equal(found, read(load(tmp_path / "plain", "half"), tokens(20), 20))
+    assert torch.equal(found, logits_of(load(tmp_path / "plain", "half"), tokens(20), 20))
 
 
 def test_experts_in_mxfp4_are_computed_from_their_blocks(tmp_path: Path) -> None:
     """They are packed one by one, and take what they take in the file."""
     write_in_blocks(tmp_path / "m")
-    exact = read(load(tmp_path / "m"), tokens(20), 20)
+    exact = logits_of(load(tmp_path / "m"), tokens(20), 20)
     assert torch.equal(
-        read(load(tmp_path / "m", "file", activations="fp32"), tokens(20), 20), exact
+        logits_of(load(tmp_path / "m", "file", activations="fp32"), tokens(20), 20), exact
     )
     rounded = load(tmp_path / "m", "file")
-    found = read(rounded, tokens(20), 20)
+    found = logits_of(rounded, tokens(20), 20)
     moved = (found - exact).norm(dim=1) / exact.norm(dim=1)
     assert 0 < float(moved.quantile(0.25)) < 0.2
-    assert torch.equal(read(rounded, tokens(20), 1), found)
+    assert torch.equal(logits_of(rounded, tokens(20), 1), found)
     tensors = read_tensors(tmp_path / "m")
     numbers = sum(tensor.numbers for tensor in tensors if tensor.name.endswith("_blocks"))
     saved = weights_bytes(tensors, "half") - weights_bytes(tensors, "file")
@@ -388,51 +346,10 @@ def test_the_library_computes_the_same_from_the_same_pieces(
 ) -> None:
     write_tiny("mixtral", tmp_path / "m", dtype=dtype)
     ours, theirs = (
-        read(load(tmp_path / "m", backend=backend), tokens(20), 20)
+        logits_of(load(tmp_path / "m", backend=backend), tokens(20), 20)
         for backend in ("kernels", "library")
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-
-
-# proofs
-
-
-def spoilt(how: str, said: Experts) -> Experts:
-    return {
-        "weights": replace(said, router=replace(said.router, normalised=False)),
-        "scale": replace(said, router=replace(said.router, scale=1.1)),
-        "correction": replace(said, router=replace(said.router, correction=None)),
-        "score": replace(said, router=replace(said.router, score=Score.SOFTMAX)),
-        "groups": replace(said, router=replace(said.router, groups=1, chosen_groups=1)),
-        "shared": replace(said, shared=None),
-    }[how]
-
-
-def spoilt_layer(family: Family, how: str, config: Any, index: int) -> LayerSpec:
-    """A description that is wrong of the experts of the last layer alone."""
-    spec = family.layer(config, index)
-    if index < config.num_hidden_layers - 1 or not isinstance(spec.mlp, Experts):
-        return spec
-    return replace(spec, mlp=spoilt(how, spec.mlp))
-
-
-@pytest.mark.parametrize("how", ["weights", "scale", "correction", "score", "groups", "shared"])
-def test_a_wrong_description_of_experts_is_found(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = FAMILIES["glm4_moe"]
-    wrong = replace(family, layer=partial(spoilt_layer, family, how))
-    monkeypatch.setattr(fused, "FAMILIES", {"glm4_moe": wrong})
-    write_tiny(
-        "glm4_moe",
-        tmp_path / "m",
-        n_routed_experts=8,
-        n_group=4,
-        topk_group=1,
-        norm_topk_prob=True,
-    )
-    with pytest.raises(CheckpointError, match=r"layer 3 .*(differs|chooses other experts)"):
-        load(tmp_path / "m")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

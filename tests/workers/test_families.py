@@ -20,6 +20,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
+from support.decoded import logits_of
 from support.models import (
     CONTEXT,
     FAMILIES,
@@ -45,8 +46,7 @@ WAYS = {
 fp32 ones, relative to their norm."""
 RARE = ("library half", "kernels half of bf16")
 """Ways of which others here have the back end, and others the weights."""
-DRAWN = ("llama", "gemma2")
-"""Families that are computed in all ways."""
+DRAWN = ("llama", "gemma2")  # families that are computed in all ways
 ON_KERNELS = [way for way, (backend, *_) in WAYS.items() if backend == "kernels"]
 KEY = bytes(range(16))
 LONG = 640
@@ -55,8 +55,7 @@ LENGTHS = {"short": (150, (1, 7, 128)), "long": (530, (1, 7, 64, 256, 512))}
 a long one token by token."""
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
-COMMON = ("library fp32", "kernels half")
-"""Ways in which every family is computed."""
+COMMON = ("library fp32", "kernels half")  # ways in which every family is computed
 
 
 def pairs(ways: Sequence[str]) -> list[Any]:
@@ -110,14 +109,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture
 def model(family: str, way: str, models: Models) -> LanguageModel:
     return models.get(family, way)
-
-
-def logits_of(model: LanguageModel, tokens: list[int]) -> Tensor:
-    return model.forward(
-        torch.tensor(tokens),
-        torch.arange(len(tokens)),
-        [Segment(model.new_cache(len(tokens)), 0, len(tokens))],
-    )
 
 
 @pytest.mark.parametrize(("family", "way"), ALL_PAIRS)

@@ -27,8 +27,8 @@ from dovetail.workers.models.checkpoints.gguf.rows import Rows
 from dovetail.workers.models.checkpoints.quantised.stacks import Stack
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.parity.card import card_of
-from dovetail.workers.models.segment import Segment
 from support.architectures import write_tiny
+from support.decoded import logits_of as text_logits
 from support.gguf_files import write_gguf
 
 pytestmark = [
@@ -119,11 +119,7 @@ def loaded(folder: Path, *, activations: str = "int8", proof: str = "off") -> An
 
 
 def logits_of(model: Any) -> Tensor:
-    count = len(TOKENS)
-    rows: Tensor = model.forward(
-        TOKENS, torch.arange(count), [Segment(model.new_cache(count), 0, count)]
-    )
-    return rows
+    return text_logits(model, TOKENS.tolist())
 
 
 def kept_files(caches: Path) -> list[Path]:

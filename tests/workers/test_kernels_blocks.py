@@ -23,8 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("kernels_as_before"),
 ]
 every_format = pytest.mark.parametrize("kind", BLOCKED, ids=lambda kind: kind.name)
-N, K = 83, 512
-"""No multiple of a vector's outputs; two blocks of the largest."""
+N, K = 83, 512  # no multiple of a vector's outputs; two blocks of the largest
 MOST = 64
 
 

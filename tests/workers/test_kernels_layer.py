@@ -9,11 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
-from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2RotaryEmbedding
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers import kernels
@@ -319,8 +314,7 @@ HALVED = [
     Shape(cache=torch.float16),
     Shape(heads=3, kv_heads=3, head_dim=20, window=37, softcap=2.0, cache=torch.float16),
 ]
-LONG = (Shape(), HALVED[1])
-"""The shapes whose trees stand behind long texts every day."""
+LONG = (Shape(), HALVED[1])  # the shapes whose trees stand behind long texts every day
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, SUNKEN, *HALVED], ids=str)
@@ -350,40 +344,6 @@ def test_attention_has_the_bytes_of_its_written_order(shape: Shape) -> None:
                 found[row].unflatten(0, (shape.heads, -1))[head].numpy().tobytes()
                 == expected.tobytes()
             ), (row, head)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_is_that_of_float64(shape: Shape) -> None:
-    layer, qkv = make_layer(shape), torch.randn(300, shape.width)
-    found, _ = in_chunks(layer, shape, qkv, 300)
-    torch.testing.assert_close(
-        found.double(), _attention64(layer, shape, qkv), rtol=1e-5, atol=3e-5
-    )
-
-
-def _attention64(layer: DecoderLayer, shape: Shape, qkv: Tensor) -> Tensor:
-    heads = qkv.double().unflatten(1, (-1, shape.head_dim)).transpose(0, 1)
-    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
-    assert layer.plan.rotary is not None
-    cosines, sines = (
-        table[: len(qkv)].double().repeat(1, 2)
-        for table in (layer.plan.rotary.cosines, layer.plan.rotary.sines)
-    )
-
-    def turned(x: Tensor) -> Tensor:
-        low, high = x.chunk(2, -1)
-        return x * cosines + torch.cat([-high, low], -1) * sines
-
-    groups, ages = (
-        shape.heads // shape.kv_heads,
-        torch.arange(len(qkv))[:, None] - torch.arange(len(qkv)),
-    )
-    scores = turned(query) @ turned(key).repeat_interleave(groups, 0).transpose(1, 2) * 0.3
-    if shape.softcap:
-        scores = (scores / shape.softcap).tanh() * shape.softcap
-    hidden = (ages < 0) | (ages >= shape.window if shape.window else False)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return (weights @ value.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *HALVED], ids=str)
@@ -430,8 +390,7 @@ def test_a_cache_of_halves_has_the_nearest_one_and_none_that_is_infinite() -> No
             assert torch.equal(found.contiguous().view(torch.int16), expected), isa
 
 
-TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 5, 0, 9, 8, 4, 12, 14, 15, 13]
-"""Parents; the root first."""
+TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 5, 0, 9, 8, 4, 12, 14, 15, 13]  # parents; the root first
 
 
 def lineage(parents: Sequence[int], node: int) -> list[int]:
@@ -472,244 +431,6 @@ def test_a_tree_row_has_the_bytes_of_one_token_at_a_time_in_any_slot(
             alone, alone_cache = in_chunks(layer, shape, torch.cat([prompt, nodes[paths[node]]]), 1)
             assert found[order.index(node)].numpy().tobytes() == alone[-1].numpy().tobytes(), node
             assert cache.slot(slot_of[node]) == alone_cache.slot(prefix + len(paths[node]) - 1)
-
-
-def test_a_tree_may_grow_level_by_level() -> None:
-    shape = Shape()
-    layer, prompt, nodes = (
-        make_layer(shape),
-        torch.randn(21, shape.width),
-        torch.randn(len(TREE), shape.width),
-    )
-    paths = [lineage(TREE, node) for node in range(len(TREE))]
-    whole = attend(
-        layer,
-        nodes,
-        [20 + len(path) for path in paths],
-        in_chunks(layer, shape, prompt, 21)[1].rows(21, [[21 + n for n in path] for path in paths]),
-    )
-    cache, outputs = in_chunks(layer, shape, prompt, 21)[1], []
-    for first, stop in ((0, 1), (1, 5), (5, 9), (9, 18)):
-        segment = cache.rows(
-            21 + first, [[21 + n for n in path] for path in paths[first:stop]], prefix=21
-        )
-        outputs.append(
-            attend(
-                layer, nodes[first:stop], [20 + len(path) for path in paths[first:stop]], segment
-            )
-        )
-    assert torch.cat(outputs).numpy().tobytes() == whole.numpy().tobytes()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_sessions_side_by_side_have_the_bytes_that_each_has_alone(threads: int) -> None:
-    shape = Shape(window=40)
-    kernels.set_threads(threads)
-    layer, lengths, counts = make_layer(shape), (3, 100, 64, 17), (1, 12, 70, 5)
-    prompts, rows = (
-        [torch.randn(n, shape.width) for n in lengths],
-        [torch.randn(n, shape.width) for n in counts],
-    )
-    positions = [
-        range(length, length + count) for length, count in zip(lengths, counts, strict=True)
-    ]
-
-    def segments() -> list[CacheRows]:
-        caches = [in_chunks(layer, shape, prompt, 64)[1] for prompt in prompts]
-        return [
-            cache.rows(length, count)
-            for cache, length, count in zip(caches, lengths, counts, strict=True)
-        ]
-
-    together = attend(layer, torch.cat(rows), [p for part in positions for p in part], *segments())
-    alone = [
-        attend(layer, part, places, segment)
-        for part, places, segment in zip(rows, positions, segments(), strict=True)
-    ]
-    assert together.numpy().tobytes() == torch.cat(alone).numpy().tobytes()
-
-
-# ---- whole layers ----
-
-
-def packed(*modules: nn.Module, transposed: bool = False) -> PackedMatrix:
-    """Linear modules (or GPT-2's transposed ones) below each other."""
-    weights = [
-        module.weight.detach().T.contiguous() if transposed else module.weight.detach()
-        for module in modules
-    ]
-    biases = [
-        module.bias.detach() for module in modules if getattr(module, "bias", None) is not None
-    ]
-    matrix = PackedMatrix(
-        Kind.FP32,
-        sum(len(w) for w in weights),
-        weights[0].shape[1],
-        bias=torch.cat(biases) if biases else None,
-    )
-    matrix.pack(torch.cat(weights))
-    return matrix
-
-
-def norm_of(module: nn.Module, offset: float = 0.0) -> Norm:
-    bias = getattr(module, "bias", None)
-    return Norm(module.weight.detach() + offset, None if bias is None else bias.detach())
-
-
-def llama_plan(
-    config: Any, module: Any, frequencies: Tensor, offset: float = 0.0, **changes: Any
-) -> LayerPlan:
-    attention, mlp = module.self_attn, module.mlp
-    plan = LayerPlan(
-        index=0,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        qkv=packed(attention.q_proj, attention.k_proj, attention.v_proj),
-        output=packed(attention.o_proj),
-        gate_up=packed(mlp.gate_proj, mlp.up_proj),
-        down=packed(mlp.down_proj),
-        attention_norm=norm_of(module.input_layernorm, offset),
-        mlp_norm=norm_of(module.post_attention_layernorm, offset),
-        rotary=rotary_table(frequencies, 128),
-        epsilon=config.rms_norm_eps,
-    )
-    return replace(plan, **changes)
-
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 80,
-    "intermediate_size": 136,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "num_hidden_layers": 2,
-    "attn_implementation": "eager",
-}
-
-
-def llama() -> tuple[Any, LayerPlan, Any]:
-    config = LlamaConfig(**SIZES, attention_bias=True)
-    module = _random(LlamaDecoderLayer(config, 0))
-    rotary = LlamaRotaryEmbedding(config)
-    return module, llama_plan(config, module, rotary.inv_freq), rotary
-
-
-def qwen3() -> tuple[Any, LayerPlan, Any]:
-    config = Qwen3Config(**SIZES)
-    module = _random(Qwen3DecoderLayer(config, 0))
-    rotary = Qwen3RotaryEmbedding(config)
-    norms = {
-        "query_norm": norm_of(module.self_attn.q_norm),
-        "key_norm": norm_of(module.self_attn.k_norm),
-    }
-    return module, llama_plan(config, module, rotary.inv_freq, **norms), rotary
-
-
-def gemma2() -> tuple[Any, LayerPlan, Any]:
-    config = Gemma2Config(
-        **SIZES, query_pre_attn_scalar=20, attn_logit_softcapping=3.0, sliding_window=9
-    )
-    module = _random(Gemma2DecoderLayer(config, 0))
-    rotary = Gemma2RotaryEmbedding(config)
-    changes = {
-        "post_attention_norm": norm_of(module.post_attention_layernorm, 1.0),
-        "mlp_norm": norm_of(module.pre_feedforward_layernorm, 1.0),
-        "post_mlp_norm": norm_of(module.post_feedforward_layernorm, 1.0),
-        "activation": Activation.GELU_TANH_GATED,
-        "scale": 20**-0.5,
-        "softcap": 3.0,
-        "window": 9,
-    }
-    return module, llama_plan(config, module, rotary.inv_freq, 1.0, **changes), rotary
-
-
-def gpt2() -> tuple[Any, LayerPlan, Any]:
-    config = GPT2Config(
-        n_embd=80,
-        n_head=4,
-        n_layer=1,
-        n_inner=136,
-        attn_implementation="eager",
-        resid_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    module = _random(GPT2Block(config, 0))
-    plan = LayerPlan(
-        index=0,
-        heads=4,
-        kv_heads=4,
-        head_dim=20,
-        qkv=packed(module.attn.c_attn, transposed=True),
-        output=packed(module.attn.c_proj, transposed=True),
-        gate_up=packed(module.mlp.c_fc, transposed=True),
-        down=packed(module.mlp.c_proj, transposed=True),
-        attention_norm=norm_of(module.ln_1),
-        mlp_norm=norm_of(module.ln_2),
-        norm_kind=NormKind.LAYER_NORM,
-        activation=Activation.GELU_TANH,
-        epsilon=config.layer_norm_epsilon,
-    )
-    return module, plan, None
-
-
-def _random(module: nn.Module) -> nn.Module:
-    for parameter in module.parameters():
-        parameter.detach().normal_(0.0, 0.2)
-    return module.eval()
-
-
-@pytest.mark.parametrize("family", [llama, qwen3, gemma2, gpt2], ids=lambda family: family.__name__)
-@torch.inference_mode()
-def test_a_layer_is_that_of_transformers(family: Any) -> None:
-    module, plan, rotary = family()
-    rows, hidden = 33, torch.randn(33, 80)
-    mask = torch.ones(rows, rows, dtype=torch.bool).tril()
-    if plan.window:
-        mask &= ~mask.tril(-plan.window)
-    bias = torch.zeros(1, 1, rows, rows, dtype=torch.float64).masked_fill(~mask, -1e300)
-    options = (
-        {}
-        if rotary is None
-        else {
-            "position_embeddings": tuple(
-                t.double() for t in rotary(hidden, torch.arange(rows)[None])
-            )
-        }
-    )
-    expected = module.double()(hidden.double()[None], attention_mask=bias, **options)
-    expected = (expected[0] if isinstance(expected, tuple) else expected).reshape(rows, 80)
-    found = run_layer(DecoderLayer(plan), hidden, 10)
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
-
-
-def run_layer(layer: DecoderLayer, hidden: Tensor, chunk: int) -> Tensor:
-    """The hidden states after the layer, some rows at a time."""
-    plan, hidden = layer.plan, hidden.clone()
-    keys, values = new_cache(layers=1, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=61)
-    for start in range(0, len(hidden), chunk):
-        part = hidden[start : start + chunk]
-        layer.run(
-            LayerPass(
-                torch.arange(start, start + len(part)), [CacheRows(keys, values, start, len(part))]
-            ),
-            part,
-        )
-    return hidden
-
-
-@pytest.mark.parametrize("family", [llama, qwen3, gemma2, gpt2], ids=lambda family: family.__name__)
-@torch.inference_mode()
-def test_a_layer_has_the_same_bytes_for_any_rows_on_any_instruction_set(family: Any) -> None:
-    layer, hidden = DecoderLayer(family()[1]), torch.randn(61, 80)
-    expected = run_layer(layer, hidden, 1)
-    for isa in kernels.isas():
-        for threads, chunk in ((1, 61), (2, 17), (3, 4), (1, 1)):
-            kernels.use_isa(isa)
-            kernels.set_threads(threads)
-            assert (
-                run_layer(layer, hidden, chunk).numpy().tobytes() == expected.numpy().tobytes()
-            ), (isa, threads, chunk)
 
 
 def test_a_matrix_of_another_shape_is_refused() -> None:

@@ -152,8 +152,5 @@ def test_a_target_of_int8_without_torchs_product_of_it_is_refused_in_a_sentence(
     folder = str(tiny_llama(tmp_path))
     staging = Staging([Place.RESIDENT] * 2, open_device("pretended", 1).transfer())
     how = {"weights": "int8", "device": "cpu", "stage": lambda *_: staging}
-    with (
-        lacking({"int8"}),
-        pytest.raises(CheckpointError, match=r"target\.weights half or fp32"),
-    ):
+    with lacking({"int8"}), pytest.raises(CheckpointError, match=r"target\.weights half or fp32"):
         load_language_model(folder, **how)  # type: ignore[arg-type]

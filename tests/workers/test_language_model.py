@@ -15,19 +15,12 @@ from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.checkpoints.tables import PackedEmbedding
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model, random_language_model
-from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.models.segment import Segment
 from support.architectures import write_tiny
-from support.models import (
-    CONTEXT,
-    reference_logits,
-    tiny_gemma2,
-    tiny_llama,
-    tiny_mistral,
-)
+from support.decoded import TOKENS, logits_of
+from support.models import CONTEXT, reference_logits, tiny_gemma2, tiny_llama, tiny_mistral
 
-TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
-"""fp32 rounding in another order; logits are of size 10."""
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # fp32 rounding in another order; logits are of size 10
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
@@ -40,32 +33,6 @@ def without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         kernels.load.cache_clear()
         yield
     kernels.load.cache_clear()
-
-
-@pytest.mark.parametrize("backend", ["library", pytest.param("kernels", marks=needs_kernels)])
-def test_logits_equal_those_of_transformers(llama_folder: Path, backend: str) -> None:
-    model = load_language_model(str(llama_folder), weights="fp32", device="cpu", backend=backend)
-    assert model.backend == backend
-    logits = model.forward(
-        torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
-    )
-    torch.testing.assert_close(logits, reference_logits(llama_folder, TOKENS), **TOLERANCE)
-
-
-def test_rows_can_come_a_few_at_a_time(llama: LanguageModel, llama_folder: Path) -> None:
-    cache, logits = llama.new_cache(10), []
-    for start, stop in ((0, 4), (4, 5), (5, 10)):
-        logits.append(
-            llama.forward(
-                torch.tensor(TOKENS[start:stop]),
-                torch.arange(start, stop),
-                [Segment(cache, start, stop - start)],
-            )
-        )
-        cache.keep(range(start, stop), stop - start)
-    torch.testing.assert_close(
-        torch.cat(logits), reference_logits(llama_folder, TOKENS), **TOLERANCE
-    )
 
 
 @pytest.mark.parametrize("positions", [[0, CONTEXT], [-1, 0]])
@@ -93,38 +60,17 @@ def test_only_the_rows_that_are_asked_for_have_logits(
     torch.testing.assert_close(logits, reference_logits(llama_folder, TOKENS)[[9, 2]], **TOLERANCE)
 
 
-def test_a_node_of_a_tree_has_the_logits_of_its_own_path(
-    llama: LanguageModel, llama_folder: Path
-) -> None:
-    """Two siblings and a child of the second, in the slots behind three committed rows."""
-    cache = llama.new_cache(8)
-    llama.forward(torch.tensor(TOKENS[:3]), torch.arange(3), [Segment(cache, 0, 3)])
-    cache.keep(range(3), 3)
-    paths = Paths.of(3, [[3], [3, 4], [3, 5], [3, 5, 6]])
-    logits = llama.forward(
-        torch.tensor([30, 7, 8, 22]), torch.tensor([3, 4, 4, 5]), [Segment(cache, 3, 4, paths)]
-    )
-    for row, path in enumerate(([30], [30, 7], [30, 8], [30, 8, 22])):
-        torch.testing.assert_close(
-            logits[row], reference_logits(llama_folder, TOKENS[:3] + path)[-1], **TOLERANCE
-        )
-
-
 def test_sixteen_bit_checkpoints_are_widened_exactly(tmp_path: Path) -> None:
     tiny_llama(tmp_path, dtype=torch.float16)
     model = load_language_model(str(tmp_path), weights="fp32", device="cpu")
-    logits = model.forward(
-        torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
-    )
+    logits = logits_of(model, TOKENS)
     torch.testing.assert_close(logits, reference_logits(tmp_path, TOKENS), **TOLERANCE)
 
 
 @pytest.mark.parametrize("weights", ["fp16", "bf16"])
 def test_a_draft_may_keep_sixteen_bits(llama_folder: Path, weights: str) -> None:
     model = load_language_model(str(llama_folder), weights=weights, device="cpu")
-    logits = model.forward(
-        torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
-    )
+    logits = logits_of(model, TOKENS)
     assert logits.dtype == torch.float32
     error = (logits - reference_logits(llama_folder, TOKENS)).norm() / logits.norm()
     assert 0 < error < 0.1
@@ -166,9 +112,7 @@ def test_weights_as_they_are_stored_are_the_same_function_in_less_memory(
         str(tiny_llama(tmp_path, dtype=dtype)), weights="stored", device="cpu"
     )
     assert (model.weights, model.backend) == (found, "kernels")
-    logits = model.forward(
-        torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
-    )
+    logits = logits_of(model, TOKENS)
     torch.testing.assert_close(logits, reference_logits(tmp_path, TOKENS), **TOLERANCE)
 
 
@@ -246,9 +190,7 @@ def test_a_layer_that_the_kernels_cannot_compute_goes_to_the_library(
     if part:
         assert model.backend == "library"
         assert part in model.choice
-    logits = model.forward(
-        torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
-    )
+    logits = logits_of(model, TOKENS)
     torch.testing.assert_close(logits, reference_logits(tmp_path, TOKENS), **TOLERANCE)
 
 

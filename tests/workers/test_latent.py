@@ -3,7 +3,6 @@ every instruction set and in caches of either type; and what is not computed is 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.experts import stacked_matrices
@@ -24,13 +22,11 @@ from dovetail.workers.kernels.layer_plan import (
     lay_paths,
     new_cache,
 )
-from dovetail.workers.models.backends import fused
-from dovetail.workers.models.families.description import Family, Growth, LayerSpec, Rope
-from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import VOCABULARY, write_tiny
+from support.decoded import extend
 from support.kernels import needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_as_before")]
@@ -59,17 +55,8 @@ def text() -> list[int]:
     return torch.randint(3, VOCABULARY, (TEXT,), generator=generator).tolist()
 
 
-def read(model: LanguageModel, cache: Any, ids: Sequence[int]) -> Tensor:
-    """Read and commit tokens behind those of a cache; their logits."""
-    start, count = cache.length, len(ids)
-    rows = torch.arange(start, start + count)
-    logits = model.forward(torch.tensor(ids), rows, [Segment(cache, start, count)])
-    cache.keep(range(start, start + count), count)
-    return logits
-
-
 def whole(model: LanguageModel) -> Tensor:
-    return read(model, model.new_cache(TEXT), text())
+    return extend(model, model.new_cache(TEXT), text())
 
 
 # ---- the kernels against keys and values that are made of latents ----
@@ -243,7 +230,7 @@ def test_sessions_and_chunks_give_the_bytes_of_the_text(model: LanguageModel) ->
     for cache, length in zip(caches, (0, 5, 31), strict=True):
         for first in range(0, length, 13):
             assert torch.equal(
-                read(model, cache, ids[first : min(length, first + 13)]),
+                extend(model, cache, ids[first : min(length, first + 13)]),
                 alone[first : min(length, first + 13)],
             )
     segments = [Segment(cache, cache.length, 20) for cache in caches]
@@ -274,39 +261,3 @@ def test_trees_that_are_committed_and_taken_back_at_random_give_the_bytes_of_the
         cache.keep(chain, random.randint(1, len(chain)))
         if random.random() < 0.3:
             cache.truncate(cache.length - random.randint(0, 3))
-
-
-def spoilt(family: Family, how: str, config: Any, index: int) -> LayerSpec:
-    """A description that is wrong of the last layer alone."""
-    spec = family.layer(config, index)
-    if index < config.num_hidden_layers - 1:
-        return spec
-    said: Any = spec.attention
-    changed = {
-        "pairs": {"rope": Rope()},
-        "scale": {"scale": said.scale * 1.5},
-        "epsilon": {"epsilon": 1e-2},
-        "growth": {"growth": Growth(0.5, 17)},
-        "norm": {"query_norm": None},
-    }
-    return replace(spec, attention=replace(said, **changed[how]))
-
-
-@pytest.mark.parametrize("how", ["pairs", "scale", "epsilon", "growth", "norm"])
-def test_a_wrong_description_of_one_layer_is_found(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrong = replace(FAMILIES["youtu"], layer=partial(spoilt, FAMILIES["youtu"], how))
-    monkeypatch.setattr(fused, "FAMILIES", {"youtu": wrong})
-    with pytest.raises(CheckpointError, match=r"layer 3 .*(differ|described)"):
-        load(tmp_path / "model")
-
-
-@pytest.mark.parametrize("given", [{"backend": "library"}, {"device": "meta"}])
-def test_what_the_kernels_do_not_compute_is_refused_in_a_sentence(
-    given: dict[str, str], tmp_path: Path
-) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"its attention over latents is not computed by torch"
-    ):
-        load(tmp_path / "model", **given)

@@ -32,6 +32,7 @@ from dovetail.workers.sessions.wire import to_array
 from dovetail.workers.speculation.proposal import Shape
 from pretended.device import POSSIBLE, PRETENDED, PretendedTransfer, capture, device
 from support.cases import everyday
+from support.decoded import decode
 from support.emulated import given_to_pretended
 from support.heads import write_head
 from support.kernels import needs_kernels
@@ -48,11 +49,9 @@ C, R, S = Place.CPU, Place.RESIDENT, Place.STREAMED
 TYPES = {"half": torch.float16, "int8": torch.float32}
 TOLERANCE = {"half": 1e-5, "int8": 3e-2}
 """The largest difference of logits, as a share of the largest logit; see `test_staged.py`."""
-ROUNDED = 0.08
-"""See `test_substitute.py`."""
+ROUNDED = 0.08  # see `test_substitute.py`
 TOKENS = torch.tensor([3, 17, 9, 30, 8, 22, 41, 5, 9, 11])
 TREE = TreeSettings(policy="dynamic", gamma=4, depth=2, width=2)
-PATHS = [[10], [10, 11], [10, 12], [10, 12, 13]]
 
 
 @pytest.fixture
@@ -60,19 +59,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The pretended GPU has our functions as long as a test takes: the names of those that are
     run."""
     yield from given_to_pretended(monkeypatch)
-
-
-def decode(model: LanguageModel) -> Tensor:
-    """The logits of a prompt, and of a tree behind it."""
-    cache = model.new_cache(16)
-    prompt = model.forward(TOKENS, torch.arange(10), [Segment(cache, 0, 10)])
-    cache.keep(range(10), 10)
-    tree = model.forward(
-        torch.tensor([30, 7, 8, 22]),
-        torch.tensor([10, 11, 11, 12]),
-        [Segment(cache, 10, 4, Paths.of(10, PATHS))],
-    )
-    return torch.cat([prompt, tree]).cpu()
 
 
 def placed(

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.protocol.settings import cache_of
+from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings, cache_of
 from dovetail.workers.devices.cpu import HostTransfer
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels.layer_plan import LANES
 from dovetail.workers.models.backends.blob import gather
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
@@ -31,10 +32,16 @@ from dovetail.workers.models.backends.sizes import (
     has_sizes,
     mixed,
     sizes_of,
+    with_host_experts,
 )
 from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.context import LONGEST
+from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.footprint import host_footprint
+from dovetail.workers.models.checkpoints.loader import expert_shapes, linear_shapes, open_skeleton
 from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.serving.spread import spread_of
 from support.architectures import VARIED, write_tiny
 from support.cases import everyday
 from support.kernels import needs_kernels
@@ -262,3 +269,38 @@ def test_wide_layers_that_read_keys_of_others_are_counted(weights: str, tmp_path
     assert max(blobs) == blobs[-1] <= sizes.layer + sizes.wider <= 1.3 * max(blobs)
     split, together = model.new_cache(LANES), whole.new_cache(LANES)
     assert split.row_bytes - together.row_bytes == sizes.lent
+
+
+def test_experts_on_the_cpu_take_none_of_the_devices_memory(tmp_path: Path) -> None:
+    write_tiny("mixtral", tmp_path / "m")
+    model = open_skeleton(open_checkpoint(str(tmp_path / "m"))).model
+    matrices = Matrices(linear_shapes(model), expert_shapes(model))
+    sizes = mixed(sizes_of(model.config.to_dict(), "fp32"), "fp32", matrices)
+    apart = with_host_experts(sizes)
+    of_experts = 4 * sum(n * k for n, k in matrices.experts) // 4
+    assert of_experts <= sizes.experts <= 1.05 * of_experts < sizes.layer
+    assert needed_bytes(sizes, 4, 4) - needed_bytes(apart, 4, 4) == 4 * sizes.experts
+    on_host, plain = (host_footprint(one, 4, 4).weights for one in (apart, sizes))
+    assert on_host - plain == 4 * sizes.experts
+    room = needed_bytes(apart, 4, 4)
+    placed = place_layers(
+        sizes, Demand("cuda:0", device_bytes=room, streams=False, host_experts=True)
+    )
+    assert str(placed) == "cuda:0 0-3 (4 resident) and head, its experts on the cpu"
+    assert place_layers(sizes, Demand("cuda:0", device_bytes=room, streams=False)).first > 0
+
+
+def test_the_settings_leave_experts_to_the_cpu(tmp_path: Path) -> None:
+    write_tiny("mixtral", tmp_path / "m")
+    model = open_skeleton(open_checkpoint(str(tmp_path / "m"))).model
+    config = read_json(tmp_path / "m" / "config.json")
+    split = SplitSettings(device="cpu", parts="mixer")
+    spread = spread_of(TargetSettings(split=split), MemorySettings(), open_device("cpu", 1), 1)
+    assert spread is not None
+    with pytest.raises(SettingsError, match="leaves experts to the CPU, and the model has none"):
+        spread.stage(config, "fp32")
+    matrices = Matrices(linear_shapes(model), expert_shapes(model))
+    assert spread.stage(config, "fp32", matrices).host_experts
+    alone = TargetSettings(split=SplitSettings(parts="mixer"))
+    with pytest.raises(SettingsError, match=r"target\.split\.parts = 'mixer' needs a device"):
+        spread_of(alone, MemorySettings(), open_device("cpu", 1), 1)

@@ -20,21 +20,19 @@ from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.backends.stages.streaming import Ring
-from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.models.segment import Segment
 from dovetail.workers.serving.open_target import open_target_worker
+from support.decoded import decode
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
 
-TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
 TYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-5, "half": 1e-5, "int8": 3e-2}
 """The largest difference of logits, as a share of the largest logit; see `test_staged.py`."""
-HELD_CYCLES = 200_000_000
-"""A tenth of a second of a GPU: far more than the copy of a blob takes."""
+HELD_CYCLES = 200_000_000  # a tenth of a second of a GPU: far more than the copy of a blob takes
 BLOB_BYTES = 8 << 20
 
 
@@ -82,25 +80,6 @@ def test_that_would_be_seen() -> None:
     assert read != expected
 
 
-def decode(model: LanguageModel) -> Tensor:
-    cache = model.new_cache(16)
-    prompt = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(cache, 0, 10)])
-    cache.keep(range(10), 10)
-    paths = Paths.of(10, [[10], [10, 11], [10, 12], [10, 12, 13]])
-    tree = model.forward(
-        torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12]), [Segment(cache, 10, 4, paths)]
-    )
-    cache.keep([10, 12, 13], 3)
-    cache.resize(64)
-    return torch.cat(
-        [
-            prompt,
-            tree,
-            model.forward(torch.tensor([4]), torch.tensor([13]), [Segment(cache, 13, 1)]),
-        ]
-    )
-
-
 @pytest.mark.parametrize("places", ["streamed", "resident", "mixed"])
 @pytest.mark.parametrize("weights", TYPES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,10 +119,7 @@ def test_a_prompt_that_a_gpu_has_read_goes_on_on_the_cpu(
     for reader in (None, transfer):
         staging = Staging([Place.CPU] * 4, reader=reader)
         model = load_language_model(
-            str(folder),
-            weights="fp32",
-            device="cpu",
-            stage=lambda *_, staging=staging: staging,
+            str(folder), weights="fp32", device="cpu", stage=lambda *_, staging=staging: staging
         )
         cache, last = model.new_cache(length + 3), torch.tensor([length - 1])
         if reader is None:

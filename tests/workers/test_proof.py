@@ -21,16 +21,14 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.parity.following import UnprovableError
 from dovetail.workers.models.parity.landmarks import runs_of
 from dovetail.workers.models.parity.oracle import Oracle
-from dovetail.workers.models.segment import Segment
 from dovetail.workers.serving.open_target import open_target_worker
 from support.cases import everyday
+from support.decoded import extend
 from support.models import CONTEXT, SHAPE, reference_logits, tiny_llama
 from support.zoo import COMPUTED, ORIGINAL, REFUSED, SCALED, TOKENS, longrope, rope, write
 
-RIGHT = 1e-4
-"""Share of the logits' norm that rounding stays below in fp32."""
-PARTS = (17, 1, 22)
-"""Rows of the passes in which a text is read, over and over."""
+RIGHT = 1e-4  # share of the logits' norm that rounding stays below in fp32
+PARTS = (17, 1, 22)  # rows of the passes in which a text is read, over and over
 
 VARIANTS = (
     *("smollm3 by a list", "smollm3 with windows", "ministral3", "llama dynamic", "llama yarn"),
@@ -45,15 +43,10 @@ needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kern
 
 def logits_of(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
     """Logits of a text that is read in parts."""
-    cache, found, start = model.new_cache(len(tokens)), [], 0
-    while start < len(tokens):
-        count = min(PARTS[len(found) % len(PARTS)], len(tokens) - start)
-        part = torch.tensor(tokens[start : start + count])
-        found.append(
-            model.forward(part, torch.arange(start, start + count), [Segment(cache, start, count)])
-        )
-        cache.keep(range(start, start + count), count)
-        start += count
+    cache, found = model.new_cache(len(tokens)), []
+    while cache.length < len(tokens):
+        part = tokens[cache.length :][: PARTS[len(found) % len(PARTS)]]
+        found.append(extend(model, cache, part))
     return torch.cat(found)
 
 

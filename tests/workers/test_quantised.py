@@ -20,8 +20,7 @@ from support.architectures import VOCABULARY, write_tiny
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
-SIZE = 16
-"""Inputs that share a scale, and outputs of a block."""
+SIZE = 16  # inputs that share a scale, and outputs of a block
 Parts = dict[str, Tensor]
 Random = torch.Generator
 
@@ -335,7 +334,7 @@ def cast(name: str, to: Callable[[Tensor], Tensor]) -> Callable[[Parts], object]
             )
         ),
         ("gptq", lambda t: t.update({f"{LAYER}.g_idx": torch.zeros(3).int()}), "does not go"),
-        ("awq", lambda t: t.update({f"{LAYER}.weight": torch.zeros(2, 2)}), "quantised, too"),
+        ("awq", lambda t: t.update({f"{LAYER}.weight": torch.zeros(2, 2)}), "plain and quantised"),
         (
             "fp8, blocks",
             lambda t: t[f"{LAYER}.weight"].view(torch.uint8)[0].fill_(127),

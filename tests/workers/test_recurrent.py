@@ -1,7 +1,6 @@
 """Layers with a state: the same bytes in any company, after any commit, after going back and from a
 checkpoint; and what cannot be computed is said."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,8 +14,9 @@ from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.recurrent.states import CHAIN, PENDING, STEP
-from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import VARIED, VOCABULARY, write_tiny
+from support.decoded import extend
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
@@ -42,25 +42,15 @@ def text() -> list[int]:
     ).tolist()
 
 
-def read(model: LanguageModel, cache: Cache, ids: Sequence[int]) -> Tensor:
-    """Read and commit tokens behind those of a cache; their logits."""
-    start, count = cache.length, len(ids)
-    logits = model.forward(
-        torch.tensor(ids), torch.arange(start, start + count), [Segment(cache, start, count)]
-    )
-    cache.keep(range(start, start + count), count)
-    return logits
-
-
 def whole(model: LanguageModel) -> Tensor:
-    return read(model, model.new_cache(TEXT), text())
+    return extend(model, model.new_cache(TEXT), text())
 
 
 def in_a_tree(model: LanguageModel) -> Tensor:
     """The logits of the text from row 30 on as a path of a tree, each of whose nodes has a sibling
     with a child."""
     cache, ids = model.new_cache(30 + 3 * TEXT), text()
-    read(model, cache, ids[:30])
+    extend(model, cache, ids[:30])
     tokens, depths, paths, above = [], [], [], list[int]()
     for depth, token in enumerate(ids[30:]):
         slot = 30 + 3 * depth
@@ -123,7 +113,7 @@ def test_a_tree_that_grows_and_is_committed_at_random_gives_the_bytes_of_the_tex
     for seed in range(4):
         growth = Growth(model, seed)
         if seed:
-            read(model, growth.cache, growth.ids[: seed * 9])
+            extend(model, growth.cache, growth.ids[: seed * 9])
         while growth.cache.length < TEXT - 12:
             growth.round()
 
@@ -133,7 +123,7 @@ def test_sessions_in_a_pass_do_not_see_each_other(model: LanguageModel) -> None:
     caches = [model.new_cache(TEXT) for _ in range(3)]
     for cache, length in zip(caches, (0, 5, 40), strict=True):
         if length:
-            read(model, cache, ids[:length])
+            extend(model, cache, ids[:length])
     segments = [Segment(cache, cache.length, 20) for cache in caches]
     rows = torch.cat([torch.arange(part.start, part.start + 20) for part in segments])
     found = model.forward(torch.tensor(ids)[rows], rows, segments)
@@ -156,7 +146,7 @@ def test_threads_and_instruction_sets_give_the_same_bytes(model: LanguageModel) 
 
 def test_a_tree_is_forgotten_and_a_failed_pass_changes_nothing(model: LanguageModel) -> None:
     ids, alone, cache = text(), whole(model), model.new_cache(TEXT)
-    read(model, cache, ids[:30])
+    extend(model, cache, ids[:30])
     for _ in range(3):
         paths = Paths.of(30, [[30], [30, 31], [30, 32], [30, 31, 33]])
         model.forward(
@@ -164,26 +154,26 @@ def test_a_tree_is_forgotten_and_a_failed_pass_changes_nothing(model: LanguageMo
             torch.tensor([30, 31, 31, 32]),
             [Segment(cache, 30, 4, paths)],
         )
-    assert torch.equal(read(model, cache, ids[30:]), alone[30:])
+    assert torch.equal(extend(model, cache, ids[30:]), alone[30:])
 
 
 def test_a_session_goes_back_to_checkpoints_and_to_what_is_not_in_its_states(
     model: LanguageModel,
 ) -> None:
     ids, alone, cache = text(), whole(model), model.new_cache(TEXT)
-    read(model, cache, ids[:40])
+    extend(model, cache, ids[:40])
     cache.checkpoint()
-    read(model, cache, ids[40:70])
+    extend(model, cache, ids[40:70])
     assert [cache.restorable(n) for n in (39, 40, 69, 70)] == [0, 40, 40, 70]
     with pytest.raises(ValueError, match="no state of the first 55"):
         cache.truncate(55)
     cache.truncate(cache.restorable(69))
-    assert torch.equal(read(model, cache, ids[40 : 40 + PENDING]), alone[40 : 40 + PENDING])
+    assert torch.equal(extend(model, cache, ids[40 : 40 + PENDING]), alone[40 : 40 + PENDING])
     assert cache.restorable(43) == 43
     cache.truncate(43)
-    assert torch.equal(read(model, cache, ids[43:]), alone[43:])
+    assert torch.equal(extend(model, cache, ids[43:]), alone[43:])
     cache.truncate(0)
-    assert torch.equal(read(model, cache, ids), alone)
+    assert torch.equal(extend(model, cache, ids), alone)
 
 
 def test_rows_of_a_chain_whose_pass_failed_are_not_read_again(model: LanguageModel) -> None:
@@ -191,9 +181,9 @@ def test_rows_of_a_chain_whose_pass_failed_are_not_read_again(model: LanguageMod
     rows = torch.arange(CHAIN)
     model.forward(torch.tensor(ids[:CHAIN]), rows, [Segment(cache, 0, CHAIN)])
     with pytest.raises(RuntimeError, match="read the session again"):
-        read(model, cache, ids)
+        extend(model, cache, ids)
     cache.truncate(0)
-    assert torch.equal(read(model, cache, ids), whole(model))
+    assert torch.equal(extend(model, cache, ids), whole(model))
 
 
 def test_a_tree_takes_little_beside_a_copy_of_the_states(model: LanguageModel) -> None:
@@ -216,14 +206,3 @@ def test_a_state_that_the_kernels_do_not_compute_is_named(
     write_tiny(kind, tmp_path / "model", **(VARIED[kind] | fields))
     with pytest.raises(CheckpointError, match=words):
         load_language_model(str(tmp_path / "model"), weights="fp32", device="cpu")
-
-
-@pytest.mark.parametrize("given", [{"device": "cpu", "backend": "library"}, {"device": "meta"}])
-def test_what_the_kernels_do_not_compute_is_refused_in_a_sentence(
-    given: dict[str, str], tmp_path: Path
-) -> None:
-    write_tiny("qwen3_5_text", tmp_path / "model", **VARIED["qwen3_5_text"])
-    with pytest.raises(
-        CheckpointError, match="layers with a state are not computed by torch's library"
-    ):
-        load_language_model(str(tmp_path / "model"), weights="fp32", **given)

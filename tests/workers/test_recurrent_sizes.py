@@ -133,9 +133,7 @@ def test_layers_with_a_state_are_found_in_published_configurations(
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"mamba_n_heads": 0}, {"mamba_d_state": "many"}, {"attn_layer_indices": 3}],
-    ids=str,
+    "wrong", [{"mamba_n_heads": 0}, {"mamba_d_state": "many"}, {"attn_layer_indices": 3}], ids=str
 )
 def test_a_configuration_with_a_state_of_no_size_is_one_without_sizes(
     wrong: dict[str, Any],

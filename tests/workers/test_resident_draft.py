@@ -2,31 +2,22 @@
 its trees in one copy and one launch."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.protocol.spans import Spans
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.models.backends.resident import ResidentDraft
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.speculation.proposal import Shape
 from support.architectures import write_varied
 from support.cases import everyday
 from support.decoded import TOKENS, TREE, decode, far, level, read
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
-from support.opening import opening
 
 pytestmark = needs_kernels
 
-TREE_SETTINGS = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=4, width=4)
 ROUNDED = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 3e-2, "int8": 3e-2}
 """The largest difference from the model on the CPU, relative to the norm of the logits; in fp32
 there, and in int8 for int8."""
@@ -90,33 +81,3 @@ def test_a_session_that_grows_and_shrinks_keeps_what_is_committed(tmp_path: Path
     found = level(model, cache).cpu()
     assert torch.equal(found, expected[count : count + len(TREE)])
     assert torch.equal(decode(model), expected)
-
-
-def test_levels_are_captured_for_the_first_session_and_not_for_the_next(tmp_path: Path) -> None:
-    """The levels of a first session serve a second one, though rows of the first are kept."""
-    folder = str(tiny_llama(tmp_path, dtype=torch.float16))
-    opened = open_device("pretended", 1)
-    captures: list[int] = []
-
-    def capture(function: Callable[[], Any]) -> Callable[[], Any]:
-        captures.append(1)
-        assert opened.capture is not None
-        return opened.capture(function)
-
-    device = replace(opened, capture=capture)
-    model = load_language_model(folder, weights="fp16", device=device.name, draft=device)
-    engine, trees = Drafter(model, Spans()), []
-    captures.clear()
-    for number in range(2):
-        options = {"capacity": 60, "key": bytes(16), "sampling": Sampling()}
-        order = opening(number, range(3, 20), vocabulary_size=48, tree=TREE_SETTINGS, **options)
-        session = engine.open(order)
-        trees.append(engine.draft(session, (), 7, Shape(15, 4, 4)).tree)
-        kept = engine.keep(session)
-        del session
-        if not number:
-            first = sum(captures)
-            assert first
-    assert sum(captures) == first
-    assert trees[0].tokens == trees[1].tokens
-    assert kept.cache.capacity < 100

@@ -28,10 +28,8 @@ from support.models import FAMILIES, tiny_llama
 
 pytestmark = needs_kernels
 
-ROUNDED = 0.08
-"""See `test_substitute.py`."""
-AS_IT_COMES = ("gpt2",)
-"""Models that are more than embedding, layers, norm and head."""
+ROUNDED = 0.08  # see `test_substitute.py`
+AS_IT_COMES = ("gpt2",)  # models that are more than embedding, layers, norm and head
 
 
 @pytest.fixture
@@ -47,11 +45,7 @@ def both(
     """Return the kernels' substitute and the one on a device, of the same codes."""
     found = [
         load_substitute(
-            str(folder),
-            weights=weights,
-            device=name,
-            folder=folder.parent / "kept",
-            **more,
+            str(folder), weights=weights, device=name, folder=folder.parent / "kept", **more
         )
         for name in ("cpu", device.name)
     ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.settings import TargetSettings
-from dovetail.runtime.fleet import shared_rows
+from dovetail.runtime.fleet.prefix_cache import SharedRows
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Isa
 from dovetail.workers.models.backends import blocked_cache
@@ -20,26 +20,14 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.open_target import open_target_worker
 from support.architectures import write_varied
 from support.cases import everyday
+from support.decoded import extend
 from support.kernels import needs_kernels, use
 from support.models import tiny_llama
 
 FAMILIES = ("llama", "gemma2", "deepseek_v2", "gpt_oss", "gemma4_text small")
 """Windows and caps, latents, sinks, layers whose heads differ."""
-TREE = ([0], [0, 1], [0, 2], [0, 2, 3])
-"""The paths of the rows of a tree."""
-ISAS = kernels.isas()
-"""The first is that of plain C++, which takes ten times as long."""
-
-
-def read(model: LanguageModel, cache: Cache, tokens: Tensor, chunk: int) -> Tensor:
-    """Read tokens into a cache; return the logits of all of them."""
-    logits = []
-    for part in tokens.split(chunk):
-        start, count = cache.length, len(part)
-        segment = Segment(cache, start, count)
-        logits.append(model.forward(part, torch.arange(start, start + count), [segment]))
-        cache.keep(range(start, start + count), count)
-    return torch.cat(logits)
+TREE = ([0], [0, 1], [0, 2], [0, 2, 3])  # the paths of the rows of a tree
+ISAS = kernels.isas()  # the first is that of plain C++, which takes ten times as long
 
 
 def verify(model: LanguageModel, caches: list[Cache], tokens: Tensor) -> Tensor:
@@ -81,21 +69,22 @@ def check_branches(model: LanguageModel, tokens: int, others: int, kept: tuple[i
     text = torch.randint(1, model.vocabulary_size, (tokens,))
     end = torch.randint(1, model.vocabulary_size, (others,))
     source = model.new_cache(tokens + others)
-    read(model, source, text, 37)
+    extend(model, source, text.tolist(), 37)
     for length in kept:
         branch = source.branch(length)
         branch.resize(length + others)
         alone = model.new_cache(length + others + len(TREE))
-        read(model, alone, text[:length], 64)
-        assert torch.equal(read(model, branch, end, 23), read(model, alone, end, 19)), length
+        extend(model, alone, text[:length].tolist(), 64)
+        found = extend(model, branch, end.tolist(), 23)
+        assert torch.equal(found, extend(model, alone, end.tolist(), 19)), length
         again = branch.branch(branch.length)
         again.resize(again.length + len(TREE))
         branch.resize(again.capacity)
         found = verify(model, [branch, again, alone], torch.arange(1, 1 + len(TREE)))
         assert all(torch.equal(part, found[-len(TREE) :]) for part in found.split(len(TREE)))
     beyond = model.new_cache(tokens + others)
-    whole = read(model, beyond, torch.cat([text, end]), 64)
-    assert torch.equal(read(model, source, end, others), whole[tokens:])
+    whole = extend(model, beyond, torch.cat([text, end]).tolist(), 64)
+    assert torch.equal(extend(model, source, end.tolist()), whole[tokens:])
 
 
 def row(cache: KVCache | BlockedCache, slot: int) -> list[Tensor]:
@@ -224,7 +213,7 @@ def test_a_window_that_moves_on_leaves_the_shared_rows_to_the_others() -> None:
 def test_the_coordinator_counts_the_rows_that_caches_share() -> None:
     """Sessions begin with rows of others, are taken over by the next turn, and end, in any
     order."""
-    chance, counted = random.Random(3), shared_rows.SharedRows()
+    chance, counted = random.Random(3), SharedRows()
     caches = {0: BlockedCache(layers=1, kv_heads=1, head_dim=4, capacity=2000)}
     caches[0].keep(range(1000), 1000)
     for number in range(1, 300):

@@ -26,18 +26,18 @@ from dovetail.workers.models.backends.stages.cache import StagedCache
 from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.segment import PROMPT_ROWS, Paths, Segment
+from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.states import LAST
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
 from support.cases import everyday
+from support.decoded import TOKENS, decode
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
 from support.opening import opening
 
 pytestmark = needs_kernels
 
-TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
 LAYERS = 4
 C, R, S = Place.CPU, Place.RESIDENT, Place.STREAMED
 PLACES = {
@@ -87,27 +87,8 @@ def load(
         )
     staging = Staging(places, HostTransfer(), HostTransfer() if reader else None)
     return load_language_model(
-        str(folder),
-        weights=weights,
-        device="cpu",
-        stage=lambda *_: staging,
-        cache="auto",
+        str(folder), weights=weights, device="cpu", stage=lambda *_: staging, cache="auto"
     )
-
-
-def decode(model: LanguageModel) -> Tensor:
-    """Logits of a prompt, of a tree behind it, and of a token behind what is kept of that."""
-    cache = model.new_cache(16)
-    prompt = model.forward(torch.tensor(TOKENS), torch.arange(10), [Segment(cache, 0, 10)])
-    cache.keep(range(10), 10)
-    paths = Paths.of(10, [[10], [10, 11], [10, 12], [10, 12, 13]])
-    tree = model.forward(
-        torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12]), [Segment(cache, 10, 4, paths)]
-    )
-    cache.keep([10, 12, 13], 3)
-    cache.resize(64)
-    last = model.forward(torch.tensor([4]), torch.tensor([13]), [Segment(cache, 13, 1)])
-    return torch.cat([prompt, tree, last])
 
 
 @pytest.fixture(scope="module")
@@ -258,8 +239,7 @@ def test_a_long_prompt_goes_through_layer_after_layer(
 
 @pytest.mark.parametrize("places", [[C] * LAYERS, [C, C, S, R]], ids=["on the CPU", "split"])
 @pytest.mark.parametrize(
-    "length",
-    everyday([1, 15, 16, 17, PROMPT_ROWS, PROMPT_ROWS + 1, 600], 1, 17, PROMPT_ROWS + 1),
+    "length", everyday([1, 15, 16, 17, PROMPT_ROWS, PROMPT_ROWS + 1, 600], 1, 17, PROMPT_ROWS + 1)
 )
 def test_a_prompt_that_a_device_has_read_goes_on_on_the_cpu(
     folders: dict[str, Path], places: list[Place], length: int

@@ -133,15 +133,6 @@ def test_logits_are_the_same_bytes_whether_states_are_asked_for_or_not(
             )
 
 
-@needs_kernels
-def test_with_the_kernels_a_state_is_the_same_bytes_in_a_chunk_of_any_size(
-    llama: LanguageModel,
-) -> None:
-    whole, parts = prefill(llama, chunk=len(TOKENS))[1], prefill(llama, chunk=3)[1]
-    assert llama.backend == "kernels"
-    assert all(torch.equal(whole[place], parts[place]) for place in whole)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_on_a_gpu_the_states_are_those_of_transformers(tmp_path: Path) -> None:

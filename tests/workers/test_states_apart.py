@@ -1,6 +1,6 @@
-"""Layers with states, attention over latents, and others that are more than heads and an MLP, in
-stages: the same bytes where the CPU stands for the device, the same function where torch computes
-there, in trees that grow, after commits and after going back."""
+"""Layers with states, attention over latents, experts, and others that are more than heads and an
+MLP, in stages: the same bytes where the CPU stands for the device, the same function where torch
+computes there, in trees that grow, after commits and after going back."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -22,14 +22,16 @@ from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staged, Staging
 from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.models.cache import MixedKVCache
+from dovetail.workers.models.families.mixtures import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.recurrent.sizes import count_layers
 from dovetail.workers.models.recurrent.states import CHAIN, RecurrentStates
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Paths, Segment
 from pretended.device import POSSIBLE, PretendedTransfer
-from support.architectures import LATENT, VARIED, VOCABULARY, write_tiny
+from support.architectures import LATENT, VARIED, VOCABULARY, write_tiny, write_varied
 from support.cases import everyday
+from support.decoded import extend
 from support.kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -40,35 +42,16 @@ WAYS = {"split": [C, S, R], "streamed": [S, R, S]}
 KINDS = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "bamba"),
     *("falcon_h1", "nemotron_h", "granitemoehybrid", *LATENT),
-    *("gemma4_text", "gemma4_text small", "gemma4_unified_text", "llama4_text"),
+    *("gemma4_text", "gemma4_text small", "gemma4_unified_text", *FAMILIES),
 )
-
-
-def short(*kinds: str) -> list[Any]:
-    """All kinds, those that are not named for the slow tests alone."""
-    return [kind if kind in kinds else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-
-
 EXPERTS = (
-    "moe",
-    "next",
-    "deepseek",
-    "lite",
-    "sarvam",
-    "axk1",
-    "granite",
-    "nemotron",
-    "gemma4_text",
+    *("moe", "next", "deepseek", "lite", "sarvam", "axk1", "granite", "nemotron", "gemma4_text"),
+    *FAMILIES,
 )
 TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 5e-2}
 """The largest difference of logits that rounding may make, as a share of the largest logit."""
 TEXT = torch.randint(3, VOCABULARY, (90,), generator=torch.Generator().manual_seed(3)).tolist()
-
-
-def write_varied(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a tiny checkpoint of a key of `VARIED`: a model type, and perhaps which of them."""
-    assert write_tiny(kind.split()[0], folder, dtype=dtype, **VARIED.get(kind, {}))
 
 
 def load(
@@ -92,16 +75,6 @@ def load(
     return load_language_model(str(folder), weights=weights, device="cpu", stage=stage)
 
 
-def read(model: LanguageModel, cache: Cache, ids: Sequence[int]) -> Tensor:
-    """Read and commit tokens behind those of a cache; their logits."""
-    start, count = cache.length, len(ids)
-    logits = model.forward(
-        torch.tensor(ids), torch.arange(start, start + count), [Segment(cache, start, count)]
-    )
-    cache.keep(range(start, start + count), count)
-    return logits
-
-
 def grow(model: LanguageModel, cache: Cache) -> Tensor:
     """A tree that grows in two passes, of which a path that is the text is kept: logits of its
     first pass, and of its second."""
@@ -114,10 +87,7 @@ def grow(model: LanguageModel, cache: Cache) -> Tensor:
 
 
 def _tree(
-    model: LanguageModel,
-    cache: Cache,
-    paths: Sequence[Sequence[int]],
-    which: Sequence[int | None],
+    model: LanguageModel, cache: Cache, paths: Sequence[Sequence[int]], which: Sequence[int | None]
 ) -> Tensor:
     """Logits of rows by their paths, behind what is committed; `which`: of the text, or none."""
     first = cache.length
@@ -132,14 +102,14 @@ def decode(model: LanguageModel) -> Tensor:
     """Logits of a prompt, of trees behind it, of single rows, and of what comes after the session
     has gone back."""
     cache, found = model.new_cache(len(TEXT) + 8), list[Tensor]()
-    found.append(read(model, cache, TEXT[:20]))
+    found.append(extend(model, cache, TEXT[:20]))
     cache.checkpoint()
     for _ in range(4):  # what is committed by trees waits, and then goes into the states
         found.append(grow(model, cache))
-    found += [read(model, cache, [TEXT[cache.length]]) for _ in range(3)]
+    found += [extend(model, cache, [TEXT[cache.length]]) for _ in range(3)]
     cache.truncate(cache.restorable(24))
     assert cache.length in (20, 24)
-    found.append(read(model, cache, TEXT[cache.length : 60])[-36:])
+    found.append(extend(model, cache, TEXT[cache.length : 60])[-36:])
     cache.resize(200)
     found.append(grow(model, cache))
     return torch.cat(found)
@@ -151,7 +121,9 @@ def close(found: Tensor, expected: Tensor, weights: str) -> None:
     assert difference <= TOLERANCE[weights] * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("kind", short("deepseek_v2", "falcon_h1"))
+@pytest.mark.parametrize(
+    "kind", everyday(KINDS, "deepseek_v2", "falcon_h1", "qwen3_moe", "llama4_text")
+)
 def test_wherever_a_layer_is_the_bytes_are_the_same(kind: str, tmp_path: Path) -> None:
     weights = [*TYPES][len(kind) % 3]
     write_varied(kind, tmp_path / "m", dtype=TYPES[weights])
@@ -161,13 +133,12 @@ def test_wherever_a_layer_is_the_bytes_are_the_same(kind: str, tmp_path: Path) -
         for _ in range(2):  # the second time the buffers go on where the first ended
             assert torch.equal(decode(found), expected), name
     if any(part in kind for part in EXPERTS):
-        found = load(tmp_path / "m", weights, [R], host_experts=True)
-        assert torch.equal(decode(found), expected)
+        for way in ([R], WAYS["split"]):
+            found = load(tmp_path / "m", weights, way, host_experts=True)
+            assert torch.equal(decode(found), expected), way
 
 
-def test_layers_that_read_anothers_keys_are_split_from_it_at_every_boundary(
-    tmp_path: Path,
-) -> None:
+def test_layers_that_read_anothers_keys_are_split_from_it_at_every_boundary(tmp_path: Path) -> None:
     write_tiny("gemma4_text", tmp_path / "m", **VARIED["gemma4_text small"])
     expected = decode(load(tmp_path / "m", "fp32"))
     for first in range(1, 6):  # the last three of six layers read keys of the second and third
@@ -177,7 +148,7 @@ def test_layers_that_read_anothers_keys_are_split_from_it_at_every_boundary(
 
 
 @pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device")
-@pytest.mark.parametrize("kind", short("qwen3_5_text"))
+@pytest.mark.parametrize("kind", everyday(KINDS, "qwen3_5_text", "gpt_oss"))
 def test_torch_computes_the_function_of_the_kernels(kind: str, tmp_path: Path) -> None:
     weights = [*TYPES][len(kind) % 2]
     write_varied(kind, tmp_path / "m", dtype=TYPES[weights])
@@ -201,8 +172,8 @@ def test_a_long_prompt_goes_through_a_streamed_layer_in_parts(kind: str, tmp_pat
         model = load(tmp_path / "m", "fp32", way)
         cache = model.new_cache(600)
         step = model.prompt_rows
-        parts = [read(model, cache, ids[at : at + step]) for at in range(0, length, step)]
-        logits.append(torch.cat([*parts, read(model, cache, ids[length:])]))
+        parts = [extend(model, cache, ids[at : at + step]) for at in range(0, length, step)]
+        logits.append(torch.cat([*parts, extend(model, cache, ids[length:])]))
     assert torch.equal(logits[0], logits[1])
 
 
@@ -224,12 +195,12 @@ def test_a_prompt_that_a_device_has_read_goes_on_on_the_cpu(
         pytest.skip("this version of torch cannot be told of a device")
     whole, model = _with_reader(kind, pretended, tmp_path_factory.getbasetemp())
     caches = whole.new_cache(90), model.new_cache(90)
-    expected = read(whole, caches[0], TEXT[:length])[-1:]
+    expected = extend(whole, caches[0], TEXT[:length])[-1:]
     rows, last = torch.tensor(TEXT[:length]), torch.tensor([length - 1])
     found = model.read_apart(rows, Segment(caches[1], 0, length), wanted=(), rows=last)[0]
     caches[1].keep(range(length), length)
     after = [
-        torch.cat([grow(one, cache), read(one, cache, TEXT[cache.length :][:20])])
+        torch.cat([grow(one, cache), extend(one, cache, TEXT[cache.length :][:20])])
         for one, cache in zip((whole, model), caches, strict=True)
     ]
     if pretended:
