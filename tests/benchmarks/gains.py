@@ -106,9 +106,8 @@ def situation(name: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]
     note(f"{name}: profiling")
     advice = chosen(profile(base, settings["prompts"], settings["limit"])["advice"])
     if not advice:
-        raise UserError(
-            f"nothing is advised where there are {name}: the profile finds no gain there"
-        )
+        note(f"{name}: nothing is advised, the profile finds no gain")
+        return
     note(f"{name}: carrying out {', '.join(' '.join(one['flags']) for one in advice)}")
     shares = taken(base, [one["flags"] for one in advice], settings)
     for one in advice:
