@@ -30,7 +30,7 @@ COMMANDS = {
     "coupling": "--limit 1 --max-tokens 8 --keys 1 --children 1,2",
     "experts": "--rows 1,2 --shape small --pairs 2",
     "fleet": "--inflate 32MiB --replicas 1 --loads 0.3 --seconds 5 --turns 2",
-    "gains": "--inflate 32MiB --limit 2 --max-tokens 16",
+    "gains": "--situation 'too many nodes' --inflate 32MiB --limit 2 --max-tokens 16",
     "gaps": "--prompt 200 --prompts 1 --inflate 32MiB",
     "inflate": "--out {here}/pair --size 32MiB",
     "journal": "--pairs 1 --starts 1 --streams 1 --max-tokens 16 --inflate 32MiB",
