@@ -1,4 +1,4 @@
-"""A skeleton becomes a model: its layers are read one by one, and taken over by a back end."""
+"""Turns a skeleton into a model: its layers are read one by one, and taken over by a back end."""
 
 import contextlib
 import gc
@@ -61,7 +61,7 @@ def assemble(
             release_memory()
         del layer
         back_end.finish(model)
-    gc.collect()  # what transformers' modules hold of each other
+    gc.collect()  # references among transformers' modules
     release_memory()
     language_model = LanguageModel(model, back_end, checkpoint, weights=weights, choice=choice)
     with loading("proving", 0), provable(checkpoint, model):
@@ -82,7 +82,7 @@ def model_type(checkpoint: Checkpoint) -> str:
 
 
 def against_kernels(wanted: Wanted) -> str:
-    """Why the kernels are not to be tried, empty if they are."""
+    """Why the kernels must not be tried; empty if they may be."""
     if wanted.backend == "library":
         return "the settings choose the library"
     if wanted.weights not in KINDS:

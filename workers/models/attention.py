@@ -159,7 +159,7 @@ class Noted:
         return self.heads, self.kv_heads, self.head_dim
 
 
-NOTHING = Noted(0, 0, 0, 0.0, None, None, 0)  # the attention of a layer that has none
+NOTHING = Noted(0, 0, 0, 0.0, None, None, 0)  # the attention of a layer without its own
 Notes = Callable[[Noted, Tensor, Tensor, Tensor], None]
 """Receives attention's arguments, with queries, keys and values [1, heads or kv_heads, T,
 head_dim]."""
@@ -345,5 +345,5 @@ def attend_by_scores(
 
 
 def register() -> None:
-    """Make the implementation known to transformers; again and again is harmless."""
+    """Register the implementation with transformers; idempotent."""
     transformers.AttentionInterface.register(IMPLEMENTATION, attend)

@@ -1,6 +1,6 @@
-"""Keys and values of one session: slots 0..length-1 hold the committed tokens in order, those
-behind are free or hold rows of a tree. `KVCache` is the layout for torch,
-`backends/blocked_cache.py` the kernels'."""
+"""Keys and values of one session: slots 0..length-1 hold the committed tokens in order; later slots
+are free or hold rows of a tree. `KVCache` is the layout for torch, `backends/blocked_cache.py` the
+kernels'."""
 
 import copy
 import math

@@ -22,11 +22,11 @@ PARTS = {
     "input_gate": ("own_input", "gate"),
     "input_projection": ("own_input", "projection"),
 }
-"""Others of them, by the part of a plan that has them, and by their names in that."""
+"""Other matrices, by the part of a plan that has them, and by their names in it."""
 BY_HEAD = ("key_up", "value_up")  # the matrices of the heads of attention over latents
 ROUTER, SHARED_GATE, EXPERTS = "router", "shared_gate", ("gate_up", "down")
 AROUND = {"before_experts": "before", "behind_experts": "behind"}
-"""The matrices around experts of another width, by their names in the plan of experts."""
+"""The matrices before and after experts of another width, by their names in the experts' plan."""
 PANEL, VECTOR, STEP = 48, 16, 4  # of `kernels/native/packing.h`: outputs of a panel, of a vector
 ELEMENTS: Mapping[IntEnum, torch.dtype] = {
     Kind.FP32: torch.float32,
@@ -190,7 +190,7 @@ def unpack(lying: Lying, memory: Tensor) -> Matrix:
     if lying.kind is Kind.INT8:
         size = (
             -(-(size + 4 * columns) // ALIGNMENT) * ALIGNMENT
-        )  # behind the columns' sums, which only some instructions need
+        )  # after the columns' sums, which only some instructions need
         scales = bytes_of[size : size + 4 * lying.n].view(torch.float32).clone()
         size += 4 * lying.n
     else:

@@ -16,8 +16,8 @@ from dovetail.workers.models.cache import SlotCache
 from dovetail.workers.models.recurrent.states import RecurrentStates
 from dovetail.workers.models.segment import Segment
 
-LEAST_SHARED = 128  # fewer rows are copied: to share rows moves the session's others
-SHARED_ANEW = 2  # shared rows are moved together anew if they are this many times more than before
+LEAST_SHARED = 128  # fewer rows are copied: sharing rows moves the session's other rows
+SHARED_ANEW = 2  # shared rows are moved together again once they are this many times more
 MOST_ROOM = 1024  # most rows that a cache has beyond those asked for: some turns of a conversation
 
 
@@ -68,7 +68,7 @@ class BlockedCache(SlotCache):
         )
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
-        if self.length < self.first:  # a window moves on over rows that others have, too
+        if self.length < self.first:  # a window moves over rows that others have, too
             self._begin_with(None, max(slots, default=-1) + 1, self.capacity)
         super().keep(slots, committed)
 
@@ -285,7 +285,7 @@ class Layout:
         self._places: dict[int, LayerPlan] = {}  # by the number of a layer in its model
 
     def take(self, plan: LayerPlan) -> LayerPlan:
-        """Return a layer in its place behind the others; `plan.index`: its number in the model."""
+        """Return a layer in its place after the others; `plan.index`: its number in the model."""
         if plan.reads is not None:
             source = self._places[plan.reads]
             return replace(plan, index=source.index, cached_before=source.cached_before)

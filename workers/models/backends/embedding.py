@@ -1,5 +1,5 @@
-"""Embeddings that stay in 16 bits and are widened at look-up; and inputs that layers of some models
-have of their own, computed from the tokens alone."""
+"""Embeddings that stay in 16 bits and are widened at look-up; and the separate inputs of layers in
+some models, computed from the tokens alone."""
 
 from typing import Any
 
@@ -64,10 +64,10 @@ def widen_embeddings(model: Any) -> None:
 
 
 class OwnInputs:
-    """Computes the layers' own inputs of a pass's tokens, the same bytes in any pass."""
+    """Computes the layers' separate inputs from a pass's tokens, the same bytes in any pass."""
 
     def __init__(self, model: Any, said: TokenInputs, kind: Kind, norms: Norms) -> None:
-        """`model`: with all numbers but the layers'; `norms`: of its layers."""
+        """`model`: with all weights but the layers'; `norms`: of its layers."""
         base = base_model(model)
         linear, norm = (getattr(base, name) for name in (said.projection, said.norm))
         matrix = pack(kind, [linear])
@@ -97,7 +97,7 @@ class OwnInputs:
         return whole.contiguous()
 
     def finish(self) -> None:
-        """Have the model's own forward leave them out from now on: layers are given these."""
+        """Stop the model's own forward from computing them: layers are given these."""
         setattr(self._base, self._said.width, 0)
 
 

@@ -34,13 +34,13 @@ from dovetail.workers.models.families.matrices import Layout, layout_of
 from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
 from dovetail.workers.progress import count_bytes
 
-ROWS = 4  # rows on which transformers' experts are held against the formula
+ROWS = 4  # rows on which transformers' experts are compared with the formula
 TOLERANCE = 1e-4
 TIE, ROUNDED_TIE = 1e-4, 2e-2
 """Margin of a choice that rounding cannot change; larger where inputs are rounded to integers."""
 LEAST_SETTLED = 0.25  # the least share of rows that have to be that far from a tie
 
-Expert = Callable[[int, Tensor], Tensor]  # gives the outputs of one expert, by its index, for rows
+Expert = Callable[[int, Tensor], Tensor]  # computes one expert, by its index, for rows
 
 
 class ExpertParts:
@@ -224,12 +224,12 @@ def mixture(x: Tensor, ids: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     y = torch.zeros_like(x)
     for index in sorted(set(ids.flatten().tolist())):
         rows, place = (ids == index).nonzero(as_tuple=True)
-        y[rows] += expert(index, x[rows]) * weights[rows, place, None]  # none of them twice
+        y[rows] += expert(index, x[rows]) * weights[rows, place, None]  # each of them once
     return y
 
 
 class ExpertProof(nn.Module):
-    """Stands in the place of transformers' experts; to be made before their weights are packed."""
+    """Replaces transformers' experts; to be made before their weights are packed."""
 
     def __init__(self, parts: ExpertParts, what: str) -> None:
         """`what`: the layer's name in errors."""
@@ -327,7 +327,7 @@ class ScaledExpertProof(ExpertProof):
     """Stands in for experts that get all rows once each, times the weight or 0."""
 
     def listen(self, router: nn.Module) -> None:
-        """Take what a router of transformers gives, [rows, experts], for the weights of rows."""
+        """Convert the output of transformers' router to weights of rows, [rows, experts]."""
 
         def hear(_router: nn.Module, given: tuple[Tensor, ...], result: Any) -> None:
             self.given, self._scores = given[0].clone(), result[0]

@@ -82,7 +82,7 @@ class Kernels:
     ) -> None:
         """`model`: with all numbers but the layers'; `cache`: type of keys and values, fp32 or
         fp16."""
-        from dovetail.workers.models.parity.oracle import Oracle  # transformers comes in here
+        from dovetail.workers.models.parity.oracle import Oracle  # imports transformers
 
         kernels.set_threads(torch.get_num_threads())
         family = FAMILIES.get(model.config.model_type)
@@ -144,7 +144,7 @@ class Kernels:
         return nn.Identity()
 
     def _lacking(self, spec: LayerSpec) -> str:
-        """Return the parts of a layer that this back end has not; empty: it has all."""
+        """Return the parts of a layer that this back end lacks; empty if it has all."""
         return ""
 
     def _pack_experts(
@@ -200,7 +200,7 @@ class Kernels:
             self._inputs.finish()
         self._straight = self._nothing_else()
         self.direct = self._straight and self._inputs is None
-        """True if logits are embedding, layers, norm and head, and nothing else."""
+        """True if logits are computed by embedding, layers, norm and head, and nothing else."""
         if self._cache != torch.float32:
             self._prove_cache()
 
@@ -231,7 +231,7 @@ class Kernels:
         return self._kind
 
     def _finally(self, norm: KernelNorm) -> Tensor:
-        """The final states [T, hidden] of the oracle, which this norm has to give too."""
+        """The final states [T, hidden] of the oracle, which this norm has to reproduce."""
         expected = self._oracle.final
         if expected is None:
             raise UnsupportedError("transformers' own forward fails behind the last layer")
@@ -249,7 +249,7 @@ class Kernels:
 
     @property
     def resident(self) -> Mapping[int, DecoderLayer]:
-        """Return layers whose weights stay, which another model may compute with: none here."""
+        """Return layers whose weights another model may share: none here."""
         return {}
 
     def _take(self, plan: LayerPlan) -> None:

@@ -58,8 +58,8 @@ class LayerParts:
         self.scan: ScanPlan | None = None  # the mixer with a state in or next to attention's place
         self.activation = Activation.SILU_GATED
         self.linears: dict[str, list[nn.Linear]] = {}
-        """The linears of each matrix, below each other."""
-        self.gates: Gates | None = None  # queries and the gates behind attention, taken apart
+        """The linears of each matrix, concatenated by outputs."""
+        self.gates: Gates | None = None  # queries, and the gates after attention, separated
         self.latent: LatentParts | None = None
         """The matrices of heads and the norms of attention over latents."""
         mixer, norms = spec.attention, spec.norms

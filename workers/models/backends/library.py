@@ -35,7 +35,7 @@ LAYER_TOLERANCE = 2e-4  # the tolerance of what a layer adds, in fp32; rounding 
 
 
 def transformers_pass(model: Any, asked: ModelPass, **given: Any) -> Tensor:
-    """Logits [R, V] by transformers' own forward; what is `given` reaches the layers."""
+    """Logits [R, V] by transformers' own forward; `given` is passed on to the layers."""
     device = model.get_input_embeddings().weight.device
     output = model(
         input_ids=asked.tokens.to(device).unsqueeze(0),
@@ -218,7 +218,7 @@ def prove_whole(model: Any, back_end: Library, context: int, tolerance: float) -
     norms = expected.norm(dim=-1)
     shares = (torch.cat(found) - expected).norm(dim=-1) / norms.clamp(
         min=1e-3 * float(norms.max())
-    )  # a token of padding may have none
+    )  # a padding token may have none
     if wrong := (~(shares <= tolerance)).nonzero().flatten().tolist():
         raise UnprovableError(
             "the model with attention of our own differs from transformers' at position "

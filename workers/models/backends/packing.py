@@ -1,5 +1,5 @@
-"""Weights of transformers become packed matrices of the kernels; and the modules that replace its
-layers, head and final norm."""
+"""Packs weights of transformers as the kernels' matrices, and replaces its layers, final norm and
+head."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ DTYPES = {
 EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
 """The kind that holds weights of a type as they are."""
 BLOCK_KINDS = (Kind.BLOCKS, Kind.EXACT_BLOCKS)
-ROUNDING = (Kind.INT8, Kind.BLOCKS)  # kinds that round the rows that they are multiplied with
+ROUNDING = (Kind.INT8, Kind.BLOCKS)  # kinds that round the rows they are multiplied with
 Q8_0 = 8
 SAMPLED = 4  # rows of a matrix that are compared with the checkpoint's
 PRODUCT_TOLERANCE = {**dict.fromkeys(Kind, 1e-4), Kind.INT8: 0.1}
@@ -75,7 +75,7 @@ def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
 
 
 def block_matrix(kind: Kind, contents: Sequence[Content], bias: Tensor | None) -> BlockMatrix:
-    """Return an empty matrix of a kind of blocks for rows one below the other."""
+    """Return an empty matrix of a kind of blocks, for concatenated rows."""
     first = contents[0]
     inputs = first.inputs if isinstance(first, Rows) else first.shape[1]
     return BlockMatrix(kind, parts_of(contents), inputs, bias=bias)
@@ -286,7 +286,7 @@ class LatentParts:
 
     @property
     def width(self) -> int:
-        """Return the numbers of a row in a cache."""
+        """Return how many numbers a row takes in a cache."""
         return self.said.rank + self.said.rotated
 
     def pack(self, kind: Kind, query_up: PackedMatrix | None) -> LatentPlan:

@@ -38,7 +38,7 @@ class Demand:
     """The requested placement; None: as many layers as fit."""
 
     device: str = "cpu"  # the device that computes the layers; the CPU may stand for a GPU
-    computed: int | None = None  # so many of the last layers the device computes
+    computed: int | None = None  # number of the last layers, which the device computes
     resident: int | None = None  # layers of these that stay on the device
     streams: bool = True  # without `computed`: True streams the rest, False leaves it to the CPU
     device_bytes: int | None = None  # the most that the target may take; None: no limit
@@ -49,7 +49,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement that was decided."""
+    """The chosen placement."""
 
     device: str
     places: tuple[Place, ...]  # the places of all layers, those on the CPU first

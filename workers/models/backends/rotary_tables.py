@@ -86,7 +86,7 @@ class KnownTables(RotaryTables):
         raise UnsupportedError(f"the proof has no rotary table {rope.part + rope.table!r}")
 
     def _check(self, table: Rotary, rope: Rope) -> None:
-        """Check nothing: the table comes with the proof."""
+        """Do nothing: the table comes with the proof."""
 
 
 def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) -> None:
@@ -101,7 +101,7 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
     for own, other in zip((table.cosines, table.sines), given, strict=True):
         found = own[positions]
         expected = found.repeat_interleave(2, 1) if of.interleaved else found.repeat(1, 2)
-        # some embeddings of neighbours give halves, and their layers repeat each angle themselves
+        # some embeddings of neighbours give halves, and their layers repeat each angle
         if of.interleaved and torch.equal(other[0, :, 0], other[0, :, other.shape[-1] // 2]):
             expected = found.repeat(1, 2)
         if other.shape[-1] == found.shape[-1]:  # each angle once

@@ -14,7 +14,7 @@ INT4 = "int4"  # weights that become blocks of 4 bits, and of more at both ends
 NUMBER_BYTES = 4  # bytes of states, norms and biases: fp32
 CACHE_BYTES = {"fp32": 4, "half": 2}  # bytes of keys and values of a type
 TREE_ROWS = 289  # rows of a pass that may have logits: 288 nodes of a tree, and the root
-MOST = 1 << 24  # the bound of any number of a config.json: none of a model that there is comes near
+MOST = 1 << 24  # an upper bound of any number in a config.json, far above all known models
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class _Mix:
         return [(self._sizes.given, hidden), (hidden, self._sizes.taken)]
 
     def average(self, attended: int, recurrent: int) -> int:
-        """The average of all layers of what one with attention has, and one with a state."""
+        """The average over all layers, of those with attention and those with a state."""
         attending, count = self._layers, 0
         if self._sizes is not None:
             attending, count = self._sizes.attending, self._sizes.layers

@@ -63,7 +63,7 @@ class StagedLayers(nn.Module):
         return self.run(hidden[0].contiguous(), seen, kept).unsqueeze(0)
 
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
-        """Run the layers on states [T, hidden]; they end on the device of the last stage."""
+        """Run the layers on states [T, hidden], which end up on the device of the last stage."""
         for stage in self._stages:
             apart = seen.apart and stage is self._stages[0] and self._reader is not None
             states = (
@@ -106,7 +106,7 @@ class DeviceHead(nn.Module):
 
 
 class Staged(Kernels):
-    """Takes over the layers of a model one by one, each where it is to be. A `BackEnd`."""
+    """Takes over the layers of a model one by one, each on its device. A `BackEnd`."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Staged(Kernels):
         return max(PROMPT_ROWS, LONG_PROMPT_ROWS * hidden // (hidden + self._inputs.width))
 
     def read(self, asked: ModelPass) -> Tensor:
-        """`compute` for the first rows of a session, with the reader in the CPU's place."""
+        """`compute` for the first rows of a session, with the reader in place of the CPU."""
         (segment,) = asked.segments
         if segment.start or segment.paths is not None:
             raise ValueError("a reader reads the beginning of a prompt")

@@ -30,7 +30,7 @@ LISTED = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
 }
-"""Parts of a model of which lists are made while it is read -> names of their number."""
+"""Parts of a model of which lists are created while reading -> names of their number."""
 MOST_LISTED = 1 << 16
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_FAMILIES = frozenset(
@@ -67,7 +67,7 @@ LAYER_TYPES = {
     "attention)",
     "recurrent": RECURRENT,
 }
-"""Why layers whose type begins so cannot be decoded with token trees."""
+"""Why layers of types with this prefix cannot be decoded with token trees."""
 ALTUP = "its layers pass on several states per token (AltUp), which no back end supports"
 LOOPED = "it runs some layers several times, and caches hold the keys of a layer only once"
 ASSISTANT = "it drafts from the states, keys and values of a Gemma 4 model, which is not supported"
@@ -76,7 +76,7 @@ UNREAD = {
     "dory": LOOPED,
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), ASSISTANT),
 }
-"""Why model types are unsupported that otherwise look supported."""
+"""Why some model types are unsupported although they look supported."""
 LONGEST_SHOWN = 60  # characters of a value that an error shows
 
 
@@ -141,7 +141,7 @@ def refuse_unknown(content: Mapping[str, Any], file: Path, *, known: bool, versi
 
 
 def composite(kind: str, part: str, file: Path) -> str:
-    """The sentence for a model that has a language model for one of its parts."""
+    """The sentence for a model that contains a language model."""
     return (
         f"{file}: model type {kind} is a language model ({part}) with other parts, such as "
         "encoders of images or sound, and its language model cannot be loaded alone; "

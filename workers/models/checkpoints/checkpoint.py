@@ -49,7 +49,7 @@ from dovetail.workers.progress import loading
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight files of a folder, read once and found whole."""
+    """The weight files of a folder, completely read once and found intact."""
 
     folder: Path
     digesting: Future[str]
@@ -63,7 +63,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose weights have been found whole, or are being read: the digest tells."""
+    """A folder whose weights are intact, or still being read: the digest tells."""
 
     source: str
     folder: Path
@@ -242,7 +242,7 @@ def _stored(file: Path, entry: dict[str, Any], data: int, identity: Identity) ->
 
 
 def _refuse_kinds(tensors: Mapping[str, Stored]) -> None:
-    """`CheckpointError` for numbers that mean nothing without a scale."""
+    """`CheckpointError` for quantised numbers without scales."""
     for name, stored in tensors.items():
         if stored.kind not in FLOAT_TYPES and stored.kind.startswith(("F", "BF")):
             raise CheckpointError(

@@ -74,7 +74,7 @@ def renaming(content: Mapping[str, Any]) -> Mapping[str, str]:
 
 def renamed(content: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T]:
     """Return tensors by the language model's own names; others keep theirs. `CheckpointError` for a
-    name that is there twice."""
+    duplicate name."""
     beginnings, found = renaming(content), dict[str, T]()
     for stored, tensor in tensors.items():
         name = stored

@@ -78,7 +78,7 @@ def read_config(file: Path) -> Any:
                 if content is whole
                 else transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
             )
-    except Exception as error:  # whatever transformers' lines happen to stumble over
+    except Exception as error:  # whatever transformers' code happens to fail at
         why = said_by(error) or _culprit(
             content, transformers.CONFIG_MAPPING[content["model_type"]].from_dict
         )
@@ -119,7 +119,7 @@ def built(config: Any, file: Path) -> Any:
 
 
 class Unchanged(nn.Module):
-    """Embeddings of a text as they are, where a model of other parts would add images to them."""
+    """Embeddings of text only, replacing a model's function that would add images to them."""
 
     def forward(self, _ids: Tensor, embeddings: Tensor, **_others: Any) -> Tensor:
         """Return the embeddings [B, T, hidden] that it is given."""
@@ -177,7 +177,7 @@ def _fill_buffers(model: Any, module: nn.Module, buffers: Mapping[str, Tensor]) 
         )
     try:
         model._init_weights(module)
-    except Exception:  # it fills buffers that are there, and these are not
+    except Exception:  # it fills existing buffers, and these do not exist
         module._buffers.update(dict.fromkeys(buffers))
 
 
@@ -197,7 +197,7 @@ def why_refused(config: Any, model_class: Any) -> str:
     """Return why a model that raised an error is refused: its configuration is to blame if
     transformers' own forward fails in every way that works by default."""
     ways = set[str]()
-    with contextlib.suppress(Exception):  # some have no default that is a model
+    with contextlib.suppress(Exception):  # the defaults of some describe no model
         ways = {way for way, why in _stumbles({}, type(config)).items() if not why}
 
     def attempt(fields: dict[str, Any]) -> None:
@@ -214,7 +214,7 @@ def why_refused(config: Any, model_class: Any) -> str:
 
 
 _OF_THE_TRIAL = re.compile(r"\bmeta\b|register_meta")
-"""Words of an error about numbers that are not there, which is about no model."""
+"""Fragments of errors about meta tensors, which say nothing about the model."""
 
 
 def _stumbles(fields: Mapping[str, Any], config_class: Any) -> Mapping[str, str]:

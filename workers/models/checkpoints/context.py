@@ -1,4 +1,4 @@
-"""The longest sequence of a model, and the rotary table that follows from it."""
+"""The longest sequence of a model, and its choice of a rotary table."""
 
 import contextlib
 import hashlib
@@ -69,7 +69,7 @@ def limit_context(config: Any, context: int | None, source: object) -> Any:
 
 
 def digest_within(digest: str, config: Any) -> str:
-    """Return a checkpoint's digest; with the second longrope table it is another function."""
+    """Return a checkpoint's digest; the second longrope table makes it a different one."""
     return digest_of_second(digest) if getattr(config, SECOND, False) else digest
 
 

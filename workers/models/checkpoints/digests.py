@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 BLOCK_BYTES = 4 << 20
-"""A multiple of every number's size; small enough to stay in the cache until it is hashed."""
+"""A multiple of every number's size, small enough to stay in the CPU cache until it is hashed."""
 BLOCKS = 3  # one is read while another is hashed, and one waits
 EXPONENTS = {
     "F64": (8, 0x7FF << 52),
@@ -35,7 +35,7 @@ EXPONENTS = {
 }
 """Type -> bytes of a number, and its exponent bits: all of them are set in NaN and infinity."""
 FOLDER = "digests"
-MOST_KEPT = 256  # digests that are kept; the oldest go
+MOST_KEPT = 256  # most digests that are kept; the oldest are removed
 CHECKED_BYTES_S = 50e6  # rate at which another process is waited for, and `LEAST_WAIT_S`
 LEAST_WAIT_S = 10.0
 LOOK_S = 0.05
@@ -114,7 +114,7 @@ def digest_of(configuration: bytes, sources: Sequence[Source]) -> str:
 
 
 def begin_digest(configuration: bytes, sources: Sequence[Source]) -> Future[str]:
-    """Begin to find the digest, as `digest_of` does, in a thread next to this one."""
+    """Begin to compute the digest, as `digest_of` does, in another thread."""
     found = Future[str]()
 
     def find() -> None:

@@ -57,7 +57,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def unreadable(file: Path, error: OSError) -> CheckpointError:
-    """The error for a file of a model that the system does not let us read."""
+    """The error for a file of a model that we may not read."""
     remedy = (
         "let your user read it"
         if error.errno in (errno.EACCES, errno.EPERM)

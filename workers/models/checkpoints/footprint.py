@@ -37,7 +37,7 @@ COMPILER_BYTES = 45_000_000 if find_spec("hqq") else 0
 PROCESS_BYTES = 305_000_000 + COMPILER_BYTES
 """A process with torch and transformers, without a model (2.13, 5.24; measured)."""
 MIXTURE_BYTES = 30_000_000
-"""What packing a layer with experts takes beyond the sum (measured: up to 29 MB)."""
+"""The memory of packing a layer with experts beyond the sum (measured: up to 29 MB)."""
 PROCESS_SPACE = 1_300_000_000  # bytes of its address space
 EXPERTS_READ = 4  # matrices of an expert as they were stored: gate and up, apart and joined
 CACHED_ROWS = 4096  # rows of keys and values in a limit: a long conversation, and a prompt of it
@@ -72,14 +72,14 @@ class Tensor:
 
     @property
     def numbers(self) -> int:
-        """Return the numbers it holds: two for each byte of MXFP4 blocks, none for exponents."""
+        """Return its number of weights: two for each byte of MXFP4 blocks, none for exponents."""
         if self.kind != "U8":
             return prod(self.shape)
         return 2 * prod(self.shape) if self.name.endswith(BLOCKS) else 0
 
     @property
     def stored_bytes(self) -> int:
-        """Return the memory that it takes as it is read, when MXFP4 has become bf16."""
+        """Return its memory once read, when MXFP4 has become bf16."""
         return self.numbers * STORED_BYTES.get(self.kind, 2 if self.kind == "U8" else 1)
 
     @property
@@ -121,7 +121,7 @@ def read_tensors(folder: Path) -> list[Tensor]:
 
 
 def _decoded(folder: Path, tensors: list[Tensor]) -> list[Tensor]:
-    """Return what tensors are once they are read: quantised ones matrices in fp32."""
+    """Return the tensors once read: quantised ones as matrices in fp32."""
     try:
         content = read_json(folder / "config.json")
         tensors = [tensor for tensor in tensors if of_language_model(content, tensor.name)]
@@ -179,7 +179,7 @@ def rearranged(tensors: Sequence[Tensor]) -> bool:
 
 
 def in_pieces(folder: Path) -> bool:
-    """Return whether the model of a folder is one whose experts are read one by one."""
+    """Return whether the experts of a folder's model are read one by one."""
     try:
         return read_json(folder / "config.json").get("model_type") in NAMINGS
     except (CheckpointError, TypeError):
@@ -188,13 +188,13 @@ def in_pieces(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory that a process takes, in bytes: its own, not that of files on a disk."""
+    """The memory of a process, in bytes: its own, not that of files on a disk."""
 
     process: int  # the interpreter, and what it imports
     weights: int = 0  # packed matrices, tables, norms
     caches: int = 0  # keys and values, or states, of a long conversation and of a tree behind it
     scratch: int = 0  # what a pass holds: states, the inside of a layer, logits
-    loading: int = 0  # the most that is there beside process and weights while these are loaded
+    loading: int = 0  # the most memory beyond process and weights while these are loaded
     tokenizer: int = 0
 
     @property
@@ -204,7 +204,7 @@ class Footprint:
 
     @property
     def size(self) -> int:
-        """Return the whole."""
+        """Return the total."""
         return self.process + self.tokenizer + self.model
 
 
@@ -231,7 +231,7 @@ def cache_bytes(sizes: Sizes) -> int:
 
 
 def pass_bytes(sizes: Sizes, device: str, *, rows: int = TREE_ROWS) -> int:
-    """Return what a pass holds: states of a prompt, a chunk within a layer, logits of `rows`."""
+    """Return the memory of a pass: states of a prompt, a chunk within a layer, logits of `rows`."""
     on_gpu = device != "cpu"
     chunk = min(PASS_ROWS["gpu" if on_gpu else "cpu"], long_rows(sizes))
     seen = long_rows(sizes) * seen_bytes(sizes) + WIDENED_BYTES if on_gpu else 0
@@ -294,7 +294,7 @@ def head_footprint(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Footp
 
 
 def tables_lacking(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the embedding and the output head of a target as far as a draft head lacks them."""
+    """Return the parts of a target's embedding and output head that a draft head lacks."""
     lacks = [
         found for found in (TABLE, HEAD) if not any(found.search(tensor.name) for tensor in tensors)
     ]

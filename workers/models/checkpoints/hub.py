@@ -21,7 +21,7 @@ HUB_FILE = re.compile(
     r"([\w][\w.-]*/[\w][\w.-]*)/((?:[\w][\w.-]*/)*[\w][\w.-]*\.gguf)(?:@([\w./-]+))?"
 )
 ERRNO = re.compile(r"\[Errno -?\d+\] ")
-ASK_S = 5.0  # the hub has so long to accept a connection, and so long again to answer
+ASK_S = 5.0  # the hub's time limit to accept a connection, and again to answer
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _is_complete(folder: Path, files: Sequence[str]) -> bool:
         try:
             named = {*json.loads(index.read_bytes())["weight_map"].values()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return True  # whoever reads it says what is wrong
+            return True  # reading it reports what is wrong
         return files == CONFIG_ALONE or all((folder / str(name)).is_file() for name in named)
     return files == CONFIG_ALONE or any(
         path.suffix in (".safetensors", ".bin", ".gguf") for path in folder.iterdir()
@@ -120,7 +120,7 @@ def _is_complete(folder: Path, files: Sequence[str]) -> bool:
 
 
 def _hosted(source: str) -> Hosted:
-    """The meaning of a name that `local_folder` takes and that is nothing on this machine."""
+    """The meaning of a name passed to `local_folder` that is not a path on this machine."""
     hosted = Hosted.of(source)
     assert hosted is not None
     return hosted

@@ -1,6 +1,6 @@
-"""Turns a checkpoint into a transformers model on the CPU: a skeleton without numbers first, then
-one part after the other, so that no more than one part is in memory twice. Missing tensors, which
-transformers would fill at random, and remote code end in an error."""
+"""Loads a checkpoint as a transformers model on the CPU: a skeleton without weights first, then one
+part after the other, so that at most one part is in memory twice. Missing tensors, which
+transformers would fill at random, and remote code are errors."""
 
 import contextlib
 import logging
@@ -55,7 +55,7 @@ Read = Callable[[str], Tensor]  # the tensor of a name, in the type it is stored
 
 @dataclass(frozen=True)
 class Types:
-    """The types that a model's numbers get as they are read; None: as they are stored."""
+    """The types that a model's weights get when read; None: as stored."""
 
     linear: torch.dtype | None
     table: torch.dtype | None  # the type of embeddings
@@ -65,7 +65,7 @@ class Types:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A transformers model with shapes but no numbers yet, and where to read them."""
+    """A transformers model with shapes but no weights yet, and their source."""
 
     model: Any
     read: Read

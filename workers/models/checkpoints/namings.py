@@ -11,7 +11,7 @@ class Naming:
     """The names of a checkpoint's tensors, where they differ from the model's."""
 
     gate_up: Sequence[str] = ("gate_proj", "up_proj")
-    """Matrices of one expert that are `gate_up_proj` of the model, below each other."""
+    """Matrices of one expert that make up `gate_up_proj` of the model, concatenated."""
     down: Sequence[str] = ("down_proj",)
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of the model's names, and what stands for each in the checkpoint's."""

@@ -20,7 +20,7 @@ from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, 
 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
-EACH = re.compile(r"\.experts\.\d+\.")  # the part of a name that says of which expert a piece is
+EACH = re.compile(r"\.experts\.\d+\.")  # the part of a name with the number of a piece's expert
 UNREAD = "unread_experts"  # attribute of experts: an `Unread` for each stack that is not read
 
 
@@ -31,7 +31,7 @@ def others(missing: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Unread:
-    """The matrices of all experts of a layer, each of which is read when it is asked for."""
+    """The matrices of all experts of a layer, each read on demand."""
 
     numbers: Callable[[int], Tensor]  # reads the matrix of an expert as transformers has it
     size_bytes: int  # the bytes that are read for one of them
@@ -42,14 +42,14 @@ class Unread:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The tensors of a model, by those of a checkpoint that they are made of."""
+    """The tensors of a model, by the tensors of a checkpoint that they are made of."""
 
     naming: Naming
     tensors: Mapping[str, Stored]
     shapes: Mapping[str, Sequence[int]]  # the shapes of the model's tensors
 
     def of(self, name: str) -> Sequence[str]:
-        """Return the names of the pieces of a tensor of the model, one below the other."""
+        """Return the names of the pieces of a tensor of the model, in order."""
         if name in self.tensors:
             return [name]
         renamed = name
@@ -144,7 +144,7 @@ class Pieces:
 
     @contextmanager
     def _numbers_in(self, pieces: Sequence[str]) -> Iterator[None]:
-        """Name the piece of which an exponent is no number."""
+        """Name the piece with an invalid exponent."""
         try:
             yield
         except ValueError as error:

@@ -29,7 +29,7 @@ def random_skeleton(
     if layers is not None:
         kinds = getattr(config, "layer_types", None)
         config.num_hidden_layers = layers
-        if kinds and len(config.layer_types) != layers:  # those of some follow from their number
+        if kinds and len(config.layer_types) != layers:  # those of some depend on their number
             config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
     model = with_buffers(built(config, file))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -69,6 +69,6 @@ def random_skeleton(
 
 
 def _turns(rest: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of what is left to be filled, each of the length of the source or less."""
+    """Pieces of the rest to be filled, each at most as long as the source."""
     pieces: Sequence[Tensor] = torch.split(rest, len(source))
     return ((piece, source) for piece in pieces)

@@ -24,9 +24,9 @@ FLOAT_TYPES = {
 }
 COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 """Types of tables of token ids, which some draft heads have."""
-CODE_TYPES = {"U8": torch.uint8}  # types of what stands for other numbers
+CODE_TYPES = {"U8": torch.uint8}  # types of codes
 QUANTISED_TYPES = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
-"""Types of numbers that mean nothing without a scale."""
+"""Types of quantised numbers that need scales."""
 POWER_TYPES = {"F8_E8M0": torch.float8_e8m0fnu}  # types of scales that are powers of two
 READABLE = {**FLOAT_TYPES, **COUNT_TYPES, **CODE_TYPES, **QUANTISED_TYPES, **POWER_TYPES}
 
@@ -56,7 +56,7 @@ class Stored:
 
     @property
     def reads_one(self) -> bool:
-        """Return whether `read_one` can be asked."""
+        """Return whether `read_one` is possible."""
         return True
 
     def read_one(self, name: str, index: int) -> Tensor:

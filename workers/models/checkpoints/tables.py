@@ -61,7 +61,7 @@ class PackedEmbedding(nn.Module):
 
 
 def _shape_alone(count: int, width: int) -> nn.Parameter:
-    """Return a weight [count, width] on the CPU whose numbers mean nothing and take no memory."""
+    """Return a placeholder weight [count, width] on the CPU that takes no memory."""
     return nn.Parameter(torch.zeros(1).expand(count, width), requires_grad=False)
 
 
@@ -72,6 +72,6 @@ def scale_of(module: Any) -> float | None:
 
 
 def is_table(module: Any) -> bool:
-    """Return whether a module is a table of rows, and at most a factor."""
+    """Return whether a module is a table of rows with at most a factor."""
     plain = type(module) in (nn.Embedding, WidenedEmbedding)
     return plain or (isinstance(module, nn.Embedding) and scale_of(module) is not None)

@@ -129,7 +129,7 @@ class StateMixer:
     epsilon: float = 1e-6
     query_scale: float = 1.0
     factors: tuple[float, float, float, float, float] | None = None
-    """The factors of gate, value, key, query and step as the linear before it gives them."""
+    """The factors of gate, value, key, query and step in the preceding linear's output."""
     limited: str | None = None
     """transformers' part that bounds steps of prompts, for training, but not of single tokens."""
 

@@ -23,7 +23,7 @@ PLACE = 3  # numbers of a place: address, slots, slots that may be read
 THREADS = 128
 FOUR = 4  # rows of scores begin at multiples of this many
 WIDTHS = (128, 256)  # the most numbers of a key that a function takes
-MULTIPLE = 8  # numbers of a key come in multiples of this
+MULTIPLE = 8  # the width of a key is a multiple of this
 MOST_SCORES = 1 << 24  # scores in memory at a time (64 MiB), unless one key head has more
 TOLERANCE = 1e-5  # the largest difference to double precision, as a share of the output
 PROOF_WIDTHS = (64, 128, 256)
@@ -79,7 +79,7 @@ class Placed:
 
     @property
     def first_key(self) -> int:
-        """Return the number of heads that lie in front of the layer's keys."""
+        """Return the number of heads before the layer's keys."""
         return 2 * self.layer * self.heads
 
 
@@ -167,7 +167,7 @@ def _attend(
     return out
 
 
-# ---- its proof, and what it is timed by
+# ---- its proof and its timing
 
 
 def _against(program: Program, device: torch.device) -> str:
@@ -214,7 +214,7 @@ def _against_width(program: Program, device: torch.device, width: int) -> str:
         alone = ours(query[head::2, row : row + 1], own[None], own.nonzero().flatten(), None)
         if not torch.equal(alone[0], found[row, head::2]):
             return "a row depends on other rows, or on what it does not see"
-    places, caches = _placed(keys, values, device)  # which hold the numbers of the places
+    places, caches = _placed(keys, values, device)  # which hold the places' numbers
     placed, own_mask = Placed(places, 1, 2, slots), mask.float().to(device)
     for own_sinks in (None, sinks.to(device)):
         beside = placed_attention(program, query.to(device), placed, own_mask, scale, own_sinks)

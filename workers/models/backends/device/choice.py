@@ -31,11 +31,11 @@ from dovetail.workers.models.backends.device.products import (
 )
 from dovetail.workers.models.backends.device.trying import tried
 
-SHAPE = (83, 333)  # [out, in] of the proof: two panels, one narrow, no multiple of any step
+SHAPE = (83, 333)  # [out, in] of the proof: two panels, one narrow, and not a multiple of any step
 ROWS = (1, 3, 4, 5, 17, 33, 70)  # rows of the proof: every function that there is, full and not
 TIMED_SHAPE = (4096, 4096)
 TIMED_ROWS = (1, 4, 16)
-TIMED_BYTES = 128 << 20  # weights that are read in turn, so that no cache has them
+TIMED_BYTES = 128 << 20  # weights that are read in turn, so that they are never cached
 TIMES = 3
 STORED = {Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.float32}
 """The type of a packed matrix."""
@@ -60,15 +60,15 @@ class Function(IntEnum):
 
 @dataclass(frozen=True)
 class Contest:
-    """Something that ours and torch's both compute, to be held against each other on a device."""
+    """A computation that ours and torch's functions are compared on, on a device."""
 
     kind: IntEnum
-    does: str  # the words of a sentence about it
+    does: str  # its description in a sentence
     source: str  # the functions of ours, in CUDA C++
     against: Callable[[Program, torch.device], str]  # what is wrong with ours; empty: it is right
     pairs: Callable[[Program, torch.device], Iterator[tuple[Product, Callable[[], Product]]]]
     """Yields matrices of `TIMED_SHAPE`, each with our product and with what makes torch's."""
-    torchs: bool = True  # False: torch cannot compute it, and there is nothing to be faster than
+    torchs: bool = True  # False: torch cannot compute it, so there is no speed to compare with
 
     @property
     def name(self) -> str:
@@ -130,7 +130,7 @@ class Products:
         try:
             if wrong := contest.against(program, self.device):
                 return False, f"dovetail's own is not proved here: {wrong}"
-        except RuntimeError as error:  # of torch or the driver: whoever needs a product has torch's
+        except RuntimeError as error:  # an error of torch or the driver: torch's products are used
             return False, f"dovetail's own cannot be proved here: {_line(error)}"
         return True, said
 

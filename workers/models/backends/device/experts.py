@@ -99,7 +99,7 @@ class DeviceExperts:
 
 
 def _within_groups(router: RouterPlan, values: Tensor) -> Tensor:
-    """values [T, experts] with -inf for those of groups that are not among the best."""
+    """values [T, experts], with -inf outside of the best groups."""
     groups = values.view(len(values), router.groups, -1)
     counted = 1 if router.best_alone else min(2, groups.shape[-1])
     worth = groups.topk(counted, dim=-1).values.sum(-1)

@@ -160,7 +160,7 @@ class Inputs:
         step = np.arange(len(which)) - paths.offsets[which]
         here["prefix"][to] = paths.prefix
         here["slots"][to] = slots
-        here["paths"][to] = slots[:, None]  # behind its path a row sees itself again
+        here["paths"][to] = slots[:, None]  # after the end of its path a row sees itself again
         here["paths"][to][which, step] = paths.slots
         if self._placed:
             assert isinstance(cache, ArenaCache)
@@ -198,7 +198,7 @@ class Graphs:
         HELD.add(self)
 
     def let_go(self) -> None:
-        """Do nothing: nothing is held for later but graphs."""
+        """Do nothing: nothing but graphs is kept for later."""
 
     def let_graphs_go(self) -> bool:
         """Free the passes, and return whether there were any."""
@@ -228,7 +228,7 @@ def captured_over(
     cache: ArenaCache, form: Form, run: Callable[[], ResultT], capture: Capture
 ) -> Callable[[], ResultT]:
     """Return what replays a pass over the memory of one cache."""
-    last = form.slots - 1  # which all rows write meanwhile
+    last = form.slots - 1  # which all rows write during a capture
     held = cache.rows[:, :, :, last].clone()
     replay = capture(run)
     cache.rows[:, :, :, last] = held

@@ -24,7 +24,7 @@ from dovetail.workers.models.backends.device.scan import DeviceScan
 
 
 class DeviceLayer:
-    """The parts of a layer that stay on a device, however its matrices come there."""
+    """The parts of a layer that stay on a device, wherever its matrices come from."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class DeviceLayer:
         self, rows: Seen, states: Tensor, multiply: Multiply, given: Tensor | None = None
     ) -> None:
         """Compute states [T, hidden] in place, and cache keys and values. `given` [T, plan.given]:
-        what attention reads instead of the states."""
+        attention's input instead of the states."""
         plan, normed = self._plan, _through(self._attention_norm, states)
         if given is not None:
             normed = given
@@ -99,7 +99,7 @@ class DeviceLayer:
         return multiply("input_projection", activate(self._plan, both))
 
     def _mix(self, rows: Seen, x: Tensor, states: Tensor, multiply: Multiply) -> Tensor:
-        """Return what attention and a mixer with a state give of normed rows x [T, hidden]."""
+        """Return the output of attention and a mixer with a state for normed rows x [T, hidden]."""
         plan, given = self._plan, multiply("qkv", x)
         if self._latent is not None:
             mixed = self._latent.run(rows, given, multiply)
@@ -212,7 +212,7 @@ class DeviceLatents:
         self._query_norm = plain if query_norm is None else norm(query_norm)
 
     def run(self, rows: Seen, given: Tensor, multiply: Multiply) -> Tensor:
-        """Return [T, heads value_dim] of what the first matrix gave [T, ...]; caches latents and
+        """Return [T, heads value_dim], given the first matrix's output [T, ...]; caches latents and
         keys."""
         plan, own = self._plan, self._own
         first = given.shape[1] - plan.head_dim

@@ -77,7 +77,7 @@ def fixed_rows(
 
 
 class LevelRows(Protocol):
-    """Rows of one session: of a level of its tree, or the few that its log has grown by."""
+    """Rows of one session: of a level of its tree, or the few that were added to its log."""
 
     @property
     def tokens(self) -> Tensor:
@@ -119,7 +119,7 @@ class Levels:
     device: torch.device
     hidden: int  # width of a state
     plans: Sequence[LayerPlan]
-    layers: Sequence[Layer]  # behind the plans, in their order
+    layers: Sequence[Layer]  # after the plans, in their order
     turn: Callable[[Tensor], Turn | None]  # positions int64 [T] on the device -> their angles
     by: Attending
     logits: Callable[[Tensor], Tensor]  # states [T, hidden] of the last layer -> logits [T, V]
@@ -182,7 +182,7 @@ class Levels:
     def _open(
         self, cache: ArenaCache, form: Form, ranks: RankingShape | None, *, placed: bool
     ) -> FixedPass[RankedInputs, Tensor]:
-        """Capture a pass. `cache`: that of its rows, or of some of those that it will be for."""
+        """Capture a pass. `cache`: the cache of its rows, or one of those that it will serve."""
         shapes = {"states": (torch.float32, (form.rows, self.hidden))}
         scratch = self.graphs.scratch(cache) if placed else None
         inputs = RankedInputs(form, shapes, ranks, self.device, scratch)

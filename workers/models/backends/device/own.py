@@ -27,7 +27,7 @@ class Block:
     columns: int  # outputs of a thread
     rows: int  # rows of a thread
     groups: int  # threads with the same outputs
-    steps: int  # inputs that come together
+    steps: int  # consecutive inputs of a group
 
     @property
     def tile(self) -> int:
@@ -66,8 +66,8 @@ BLOCKS = (
     Block(1, 2, 2, 8, 64),
     Block(1, 2, 4, 8, 64),
 )
-"""The smallest that holds all rows, or the largest repeatedly. Narrow, so that all multiprocessors
-work."""
+"""The smallest block that holds all rows, or the largest one repeatedly. Narrow, so that all
+multiprocessors are used."""
 WIDE = Block(3, 1, 1, 4, 64)  # the block of few rows if every multiprocessor has `ENOUGH` of them
 ENOUGH = 2
 

@@ -166,7 +166,7 @@ INPUTS: Mapping[Kind, Callable[[Program, Tensor], Inputs]] = {
 
 @dataclass(frozen=True)
 class OwnPart:
-    """Outputs of a matrix that have one type of numbers."""
+    """Outputs of a matrix that share a type of numbers."""
 
     first: int
     count: int
@@ -248,7 +248,7 @@ def _plain(matrix: Matrix | OwnMatrix, bias: Tensor | None, x: Tensor) -> Tensor
     return y if bias is None else y + bias
 
 
-# ---- their proof, and what they are timed by
+# ---- their proof and their timing
 
 PROOF = 20, 1280  # [out, in]: two vectors, one narrow, and more blocks than at a time
 TIMED_TYPE, TIMED_MATRICES = 12, 4

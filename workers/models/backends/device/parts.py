@@ -1,4 +1,4 @@
-"""Our functions on a GPU for what lies between products, one launch each: norms, rotation with the
+"""Our functions on a GPU for the work between products, one launch each: norms, rotation with the
 caching of keys and values, and gates (`kernels/cuda/parts.cu`). A row's bytes do not depend on
 others."""
 
@@ -186,7 +186,7 @@ class DeviceNorm:
         return self(x)
 
 
-# ---- their proof, and what they are timed by
+# ---- their proof and their timing
 
 
 def _against(program: Program, device: torch.device) -> str:

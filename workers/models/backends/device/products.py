@@ -11,7 +11,7 @@ from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends.blob import Matrix
 
 Product = Callable[[Tensor], Tensor]  # x [T, k] fp32 -> x W^T + bias [T, n] fp32
-TILE_WEIGHTS = 1 << 24  # so many 16-bit weights are widened at a time: 64 MiB of fp32
+TILE_WEIGHTS = 1 << 24  # 16-bit weights that are widened at a time: 64 MiB of fp32
 LEAST_ROWS, MULTIPLE = 32, 8  # torch's product needs more than 16 rows, and multiples of 8
 TINY = 1e-30  # a row of smaller numbers is all zeros in int8 (`kernels/native/linear.inl`)
 
@@ -47,7 +47,7 @@ def rounded_product(
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in a type of 16 bits, numbers beyond its largest one cut to that."""
+    """Return x in a 16-bit type, clamped to its range."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
@@ -72,7 +72,7 @@ def _widened_product(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _integer_product(matrix: Matrix, x: Tensor) -> Tensor:
-    """The inputs quantised with a scale of each row; what is not finite makes its row so."""
+    """The inputs quantised with a scale per row; a value that is not finite makes its row so."""
     assert matrix.scales is not None
     most = x.abs().amax(1, keepdim=True)
     turned = torch.full_like(most, 127.0) / most  # 127.0 / most is 127 times a rounded reciprocal

@@ -1,4 +1,4 @@
-"""Levels whose children are ranked within the captured pass, so that few numbers travel back."""
+"""Levels whose children are ranked within the captured pass, to copy few numbers back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,13 +55,13 @@ class Arriving:
     """The children of all rows of a pass, on their way to the host."""
 
     def __init__(self, wait: Callable[[], None], here: NDArray[np.int32]) -> None:
-        """`here`: int32 [2, T, K], where ids and the bits of gains are to arrive."""
+        """`here`: int32 [2, T, K], the destination of ids and the bits of gains."""
         self._wait, self._here = wait, here
         self.found: tuple[NDArray[np.int32], Floats] | None = None
         """Ids and gains, once they are complete; None until then."""
 
     def take(self) -> tuple[NDArray[np.int32], Floats]:
-        """Return ids and gains [T, K], once they are there."""
+        """Return ids and gains [T, K], once they have been copied."""
         if self.found is None:
             self._wait()
             tokens, bits = self._here.copy()
@@ -77,7 +77,7 @@ class Fetched:
     rows: slice
 
     def take(self) -> tuple[NDArray[np.int32], Floats]:
-        """Return ids and gains [N, at least as many as were asked for], once they are there."""
+        """Return ids and gains [N, at least as many as requested], once they have been copied."""
         tokens, gains = self.whole.take()
         return tokens[self.rows], gains[self.rows]
 
@@ -135,7 +135,7 @@ class RankedInputs(Inputs):
             here["temperatures"][own] = 0.0 if ranking.noise is None else ranking.temperatures
             if ranking.noise is not None:
                 start = start if noise else first
-                # rows between that are not ranked by noise get some, which is not read
+                # rows in between that are not ranked by noise get some too, which is not read
                 noise += [ranking.noise[0]] * (first - start - len(noise))
                 noise += ranking.noise
         self._send(here, segments, rows)
@@ -143,7 +143,7 @@ class RankedInputs(Inputs):
             torch.stack(noise, out=self._noise[start : start + len(noise)])
 
     def rank(self, logits: Tensor, ranks: RankingShape) -> None:
-        """Find the children that logits [T, V] give."""
+        """Rank the children by logits [T, V]."""
         count, z = len(logits), logits[:, : ranks.vocabulary_size]
         if ranks.noisy:
             heats = self["temperatures"][:count].unsqueeze(1)

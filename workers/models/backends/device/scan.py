@@ -260,7 +260,7 @@ def _ancestors(segment: Segment, row: int, count: int) -> list[int]:
 
 
 def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Rows as an index of tensors on a device; of one row nothing has to be copied there."""
+    """An index of rows for tensors on a device; a single row needs no copy to it."""
     if len(rows) == 1:
         return slice(rows[0], rows[0] + 1)
     return torch.tensor(rows).to(device)
@@ -271,7 +271,7 @@ def _normalised(heads: Tensor) -> Tensor:
 
 
 def _after(outer: Tensor, states: Tensor, decay: Tensor) -> Tensor:
-    """Return states [T, value_heads, key_dim, value_dim] behind rows that add `outer`."""
+    """Return states [T, value_heads, key_dim, value_dim] after rows that add `outer`."""
     return torch.addcmul(outer, states, decay)
 
 

@@ -16,7 +16,7 @@ class Factors:
 
     decay: Tensor  # [T, value_heads, 1, 1]
     key: Tensor  # [T, value_heads, key_dim, 1]
-    added: Tensor  # [T, value_heads, 1, value_dim], without what depends on the state
+    added: Tensor  # [T, value_heads, 1, value_dim], without the part that depends on the state
 
 
 class Place:
@@ -35,14 +35,14 @@ class Place:
         return self._columns().permute(0, 2, 1, 3).flatten(2)[None, ..., : plan.value_dim].clone()
 
     def hold(self, state: Tensor) -> None:
-        """Have the session hold a state [1, value_heads, key_dim, value_dim]."""
+        """Store a state [1, value_heads, key_dim, value_dim] in the session."""
         own = self._columns()
         wide = own.new_zeros(own.shape[0], own.shape[2], own.shape[1] * COLUMNS)
         wide[..., : self._plan.value_dim] = state[0]
         own.copy_(wide.view(*wide.shape[:2], -1, COLUMNS).transpose(1, 2))
 
     def _columns(self) -> Tensor:
-        """The state [value_heads, blocks, key_dim, columns] as the kernels have it."""
+        """The state [value_heads, blocks, key_dim, columns] in the kernels' layout."""
         return self._state.view(self._plan.value_heads, -1, self._plan.key_dim, COLUMNS)
 
     def inputs(self, slots: Sequence[int]) -> Tensor:

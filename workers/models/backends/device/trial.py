@@ -18,12 +18,12 @@ CONTESTS = (
     *(*choice.CONTESTS.values(), *choice.ROUNDED.values(), *coded.CONTESTS.values()),
     *(attention.CONTEST, parts.CONTEST, *own_blocks.CONTESTS.values()),
 )
-"""Every contest between functions of ours and torch's."""
+"""Every comparison between our functions and torch's."""
 LONGEST = 4096  # bytes of a question; one is asked at a time
 
 
 def main(device: str, name: str) -> str:
-    """Prove and measure the functions of a contest; `SystemExit` with the reason if they fail."""
+    """Prove and measure a comparison's functions; `SystemExit` with the reason if they fail."""
     contest = next(one for one in CONTESTS if one.name == name)
     opened = open_device(device, 1)
     place = opened.torch_device
@@ -62,6 +62,6 @@ def answer(device: str, linger_s: float, answers: IO[str]) -> None:
 
 if __name__ == "__main__":
     said = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not for who reads the result
+    os.dup2(2, 1)  # the output of libraries must not reach the reader of the result
     with os.fdopen(said, "w", encoding="utf-8") as stdout:
         answer(sys.argv[1], float(sys.argv[2]), stdout)

@@ -31,8 +31,7 @@ class _Process:
         )
 
     def ask(self, name: str, limit_s: float) -> bytes | None:
-        """Return the line that answers; None: the process has ended. `TimeoutError` after
-        `limit_s`."""
+        """Return the answer's line; None: the process has ended. `TimeoutError` after `limit_s`."""
         child, end, line = self._child, time.monotonic() + limit_s, b""
         assert child.stdin is not None
         assert child.stdout is not None
@@ -70,7 +69,7 @@ class _Process:
 
 
 class Trials:
-    """The trials of functions of ours on one device."""
+    """The trials of our functions on one device."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class Trials:
         if answer is None:
             self._process = None
             code, word = process.end()
-            if not code and not fresh:  # it had nothing to do for too long
+            if not code and not fresh:  # it was idle for too long
                 return self.tried(name)
             return f"its trial ended with code {code}: {word}"
         found = json.loads(answer)

@@ -51,7 +51,7 @@ class Ready(Protocol):
         """Return the layer with a copy of its blob in `memory` on the device."""
 
     def settled(self, memory: Tensor) -> Run:
-        """The layer that stays: of a copy of its blob, which only it holds on to."""
+        """The layer that stays, made from a copy of its blob that only it holds."""
 
 
 class Engine(Protocol):
@@ -140,7 +140,7 @@ def _hand_states(
 
 @dataclass(frozen=True)
 class SettledLayer:
-    """A layer that stays on a device, with its matrices as its products take them."""
+    """A layer that stays on a device, with its matrices as its products need them."""
 
     layer: DeviceLayer
     matrices: Mapping[str, Matrix | Product]
@@ -226,12 +226,12 @@ class TorchEngine:
         return _TorchReady(plan, blob, self)
 
     def expect(self, dtype: torch.dtype) -> None:
-        """Settle who computes attention over keys and values of 16 bits, before it is captured."""
+        """Choose what computes attention over 16-bit keys and values, before it is captured."""
         if self.products is not None and self._masks and dtype == HALF:
             self.products.owner(CONTEST)
 
     def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | Product:
-        """Return a matrix of a blob in `memory` on the device as its product takes it.
+        """Return a matrix of a blob in `memory` on the device as its product needs it.
         `SettingsError` for blocks that cannot be multiplied there."""
         products = self.products
         if lying.parts:

@@ -49,7 +49,7 @@ class Reader:
         return layout.take(plan)
 
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
-        """states [T, hidden] of the first T rows of a session, on the CPU as they came."""
+        """states [T, hidden] of the first T rows of a session, as they arrived on the CPU."""
         (segment,) = seen.segments
         cache = part_of(segment.cache, 0)
         assert isinstance(cache, BlockedCache)

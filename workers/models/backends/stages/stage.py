@@ -122,7 +122,8 @@ class Stage:
         ]
 
     def _bring(self, segment: Segment) -> None:
-        """Copy what the stage before has written of the rows of a session and layers here read."""
+        """Copy the rows of a session written by the stage before, for layers here that read
+        them."""
         before, own = (part_of(segment.cache, self._number - back) for back in (1, 0))
         assert isinstance(before, BlockedCache)
         assert isinstance(own, BlockedCache | KVCache)

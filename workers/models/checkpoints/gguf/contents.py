@@ -68,7 +68,7 @@ def contents_of(model: Model) -> tuple[dict[str, str], TokenTable]:
 
 
 def _mix(model: Model) -> str:
-    """The types of a model's numbers and how many tensors have each, and bits for each number."""
+    """The number types of a model with the count of tensors of each, and bits per weight."""
     places = [place for head in model.heads for place in head.tensors]
     counts = Counter(KINDS[place.kind].name for place in places)
     bits = 8 * sum(place.size_bytes for place in places) / sum(prod(p.shape) for p in places)

@@ -75,7 +75,7 @@ class Facts:
         return isinstance(self.model.facts.get(self._prefix + key), np.ndarray)
 
     def truth(self, key: str, default: bool | None = None) -> bool:
-        """Return whether something is so."""
+        """Return a truth value."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, neither true nor false")

@@ -12,7 +12,7 @@ MARK = "gguf.json"  # the file that names the source of a view
 SUFFIX = ".gguf"
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 SIDECARS = re.compile(r"(^|[-_.])mmproj|^mtp[-_.]", re.IGNORECASE)
-"""Names of files that belong to a model and are none: encoders of images, heads."""
+"""Names of files that belong to a model but are not models: image encoders, heads."""
 
 
 def is_gguf(source: str | Path) -> bool:

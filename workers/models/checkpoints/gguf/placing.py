@@ -58,7 +58,7 @@ class Placed:
 
     @property
     def packed_bytes(self) -> int:
-        """Return the bytes of what the kernels make of its blocks; 0 for plain numbers."""
+        """Return the bytes of its blocks in the kernels' layout; 0 for plain numbers."""
         if self.change == NUMBERS or (self.change == VALUE_INPUTS and not self.whole_heads):
             return 0
         own = KINDS[self.place.kind].packed_size_of(self.place.shape)
@@ -156,11 +156,11 @@ def is_bamba(facts: Facts) -> bool:
 
 
 def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, Placed]]:
-    """The tensors that a tensor of the file is, by transformers' names."""
+    """The tensors that a tensor of the file becomes, by transformers' names."""
     place = placed.place
     stem, _, end = place.name.rpartition(".")
     known = end in ENDS
-    if not known and place.name.count(".") == 2:  # it has no end
+    if not known and place.name.count(".") == 2:  # it has no suffix
         stem, end, known = place.name, "", place.name.rpartition(".")[2] in naming.bare
     if known and stem in naming.outside and end in ("weight", "bias"):
         yield f"{naming.outside[stem]}.{end}", _changed(placed, stem, facts, naming)
@@ -186,7 +186,7 @@ def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, 
 
 
 def _ended(name: str, end: str) -> str:
-    """A name with its end before the mark of a half."""
+    """A name with its suffix before the mark of a half."""
     stem, mark, half = name.partition("#")
     return f"{stem}.{end}{mark}{half}"
 
@@ -255,7 +255,7 @@ def _by_heads(placed: Placed, facts: Facts) -> Placed:
 
 
 def _piled(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
-    """Matrices that are two in files, put together."""
+    """Matrices that are two tensors in files, joined."""
     piled: dict[str, Placed] = {}
     for name, placed in found.items():
         if name.endswith(UPPER):

@@ -91,7 +91,7 @@ class Rows:
     source: Tensor | InFile  # uint8 [rows, bytes], or where to read them
 
     def __deepcopy__(self, memo: Any) -> "Rows":
-        return self  # they are never changed, and a copy of a layer should take no memory for them
+        return self  # they never change, so a copy of a layer shares them
 
     @property
     def count(self) -> int:
@@ -130,7 +130,7 @@ class Pile:
     """Rows of several matrices of a file, the types of which may differ."""
 
     parts: "Sequence[Content]"
-    order: Tensor  # int64 [rows]: which row of the parts, counted through, each is
+    order: Tensor  # int64 [rows]: the index of each row in the concatenated parts
 
     def __deepcopy__(self, memo: Any) -> "Pile":
         return self  # as `Rows`
@@ -157,7 +157,7 @@ class Pile:
         )
 
     def runs(self) -> "list[Content]":
-        """Return the rows in their order, those that lie in the same part together."""
+        """Return the rows in order, those in the same part together."""
         sizes = [part.count if isinstance(part, Rows) else len(part) for part in self.parts]
         ends = torch.tensor(sizes).cumsum(0)
         owner = torch.bucketize(self.order, ends, right=True)
@@ -206,7 +206,7 @@ def weight_of(part: nn.Linear, places: Tensor) -> Tensor:
 
 
 def take_places(part: nn.Linear, places: Tensor, into: nn.Linear) -> None:
-    """Give a linear, which may be the same, the outputs of another at these places."""
+    """Give a linear, which may be the same one, the outputs of another at these places."""
     rows = rows_of(part)
     if rows is None:
         into.weight = nn.Parameter(part.weight.detach()[places], requires_grad=False)
@@ -217,6 +217,6 @@ def take_places(part: nn.Linear, places: Tensor, into: nn.Linear) -> None:
 
 
 def drop_weight(part: nn.Linear) -> None:
-    """Take the weight of a linear away."""
+    """Remove the weight of a linear."""
     part.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     keep_rows(part, None)

@@ -18,7 +18,7 @@ _LATIN = (
 
 
 def _words(digits: str, *, endings: str = _ENDINGS) -> str:
-    """The expression of Llama 3 and its kin, which differ in how many digits stand together."""
+    """The expression of Llama 3 and similar models, which differ in how many digits are grouped."""
     return (
         rf"{endings}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|"
         rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
@@ -43,7 +43,7 @@ class Splitting:
     """A way of splitting a text into words before tokenization."""
 
     expressions: Sequence[str]
-    ignore_merges: bool = False  # a word that is a token is taken whole
+    ignore_merges: bool = False  # a word that is a token is not split
     composed: bool = False  # the text is brought into Unicode's composed form (NFC) first
     begins: bool = False  # by default a text begins with the begin token
 

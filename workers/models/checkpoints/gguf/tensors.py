@@ -33,7 +33,7 @@ from dovetail.workers.models.checkpoints.gguf.rows import Content, InFile, Pile,
 from dovetail.workers.models.checkpoints.gguf.unpacking import UNPACK, unpacked
 from dovetail.workers.models.checkpoints.stored import Stored
 
-AT_A_TIME = 1 << 20  # numbers that are looked at for NaN and infinity
+AT_A_TIME = 1 << 20  # numbers that are checked for NaN and infinity at a time
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Woven(Stored):
         return self._weave(gate[None], up[None])[0]
 
     def one(self, index: int) -> "Woven":
-        """Return the places of the tensor of one expert, of which contents alone are read."""
+        """Return the places of one expert's tensor, of which only the content is read."""
         return replace(self, gate=self.gate.one(index), up=self.up.one(index))
 
     def read(self, name: str, *, checked: bool = False) -> Tensor:
@@ -102,11 +102,11 @@ class Woven(Stored):
 
 @dataclass(frozen=True)
 class Piled(Stored):
-    """A matrix whose rows lie in two."""
+    """A matrix whose rows are in two tensors."""
 
     upper: Blocks
     lower: Blocks
-    order: Tensor  # int64 [rows]: which row of both, counted through, each is
+    order: Tensor  # int64 [rows]: the index of each row in both, concatenated
 
     def read(self, name: str, *, checked: bool = False) -> Tensor:
         """Return [out, in]."""
@@ -126,7 +126,7 @@ class Piled(Stored):
 
 @dataclass(frozen=True)
 class Latents(Stored):
-    """Matrices that make keys and values of latents, which lie apart from each other."""
+    """Matrices that make keys and values of latents, stored as separate tensors."""
 
     keys: Blocks  # [heads, rank, plain]
     values: Blocks  # [heads, width, rank]

@@ -122,7 +122,7 @@ def _table(numbers: tuple[int, ...]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32)
 
 
-CHUNK = 1 << 19  # numbers unpacked at a time: what is made on the way stays in the cache
+CHUNK = 1 << 19  # numbers unpacked at a time: intermediate results stay in the CPU cache
 PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}  # kinds that are numbers
 UNPACK: Mapping[int, Callable[[Tensor], Tensor]] = {  # `KINDS` has their names
     2: lambda block: _less(_nibbles(block[:, 2:]), 8) * _half(block, 0),

@@ -53,7 +53,7 @@ def resolved(source: str, *, making: Callable[[], None] = lambda: None) -> str:
         path = Path(source).expanduser()
         if not source or not (is_gguf(source) or path.is_dir()):
             return source
-    except (OSError, RuntimeError):  # a name that can be none: whoever opens it says so
+    except (OSError, RuntimeError):  # an impossible name: opening it reports the error
         return source
     folder = local_folder(path, making=making)
     return source if folder is None or folder == path else str(folder)
@@ -93,7 +93,7 @@ def view_of(file: Path, making: Callable[[], None] = lambda: None) -> Path:
         folder.parent.touch()
         return folder
     making()
-    from dovetail.workers.models.checkpoints.gguf.contents import contents_of  # numpy comes in here
+    from dovetail.workers.models.checkpoints.gguf.contents import contents_of  # imports numpy
     from dovetail.workers.models.checkpoints.gguf.files import read_model
     from dovetail.workers.models.checkpoints.tokenizer import keep, kept_path
 
@@ -139,7 +139,7 @@ def described_tensors(folder: Path) -> Mapping[str, Described]:
 
 
 def blocks_kept(folder: Path) -> bool:
-    """Return whether a folder is the view of a model that weights `file` are there for."""
+    """Return whether a folder is the view of a model that supports weights `file`."""
     return any(tensor.packed_bytes for tensor in described_tensors(folder).values())
 
 
@@ -194,7 +194,7 @@ def _key(parts: list[Path]) -> str:
             with part.open("rb") as file:
                 whole.update(f"\0{part}\0{Identity.of(file)}".encode())
         except FileNotFoundError:
-            whole.update(f"\0{part}\0".encode())  # whoever reads it says so
+            whole.update(f"\0{part}\0".encode())  # reading it reports the error
         except OSError as error:
             raise unreadable(part, error) from None
     return whole.hexdigest()[:32]

@@ -241,7 +241,7 @@ def _spelt(token: str, kind: int) -> str:
 
 def _added(facts: _Facts) -> list[dict[str, Any]]:
     """Return tokens that are matched first: control tokens, and user-defined ones in normalised
-    text. Phi-3's take the spaces behind them, which llama.cpp decides by the model's name."""
+    text. Phi-3's include the spaces after them, which llama.cpp decides by the model's name."""
     pieces, name = facts.kind == "llama", str(facts.model.facts.get("general.name", "")).lower()
     strips = any(own in name for own in STRIPPED)
     return [

@@ -9,7 +9,7 @@ from dovetail.workers.models.checkpoints.quantised.schemes import PACKABLE_BITS,
 
 WORD = 32  # bits of a word that codes are packed into
 AWQ_BITS = 4
-WHOLE, FLOATING = "I8", "F8_E4M3"  # types of codes that stand one by one
+WHOLE, FLOATING = "I8", "F8_E4M3"  # types of codes that are not packed
 KINDS = {
     "groups": ("I32", "I64"),
     "scales": ("F64", "F32", "F16", "BF16", FLOATING, "F8_E8M0"),
@@ -21,7 +21,7 @@ BESIDE = (
     *("input_global_scale", "input_scale", "input_zero_point", "k_scale", "output_scale"),
     *("output_zero_point", "q_scale", "v_scale"),
 )
-"""Last parts of names of what holds for activations and caches, which are not quantised here."""
+"""Suffixes of parameters of activations and caches, which are not quantised here."""
 
 
 class Place(Protocol):

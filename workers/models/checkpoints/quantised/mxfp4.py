@@ -9,7 +9,7 @@ from torch import Tensor
 BLOCK = 32  # numbers that share a power of two
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers that the lower three bits of a code stand for; the highest is the sign."""
-BIAS, NO_NUMBER = 127, 255  # the exponent of 1, and the one that stands for no number
+BIAS, NO_NUMBER = 127, 255  # the exponent of 1, and that of NaN
 
 
 def packed_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

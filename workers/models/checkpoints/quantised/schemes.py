@@ -22,7 +22,7 @@ READ = "AWQ (gemm), GPTQ, FP8 and compressed-tensors of whole or 8-bit floating-
 
 @dataclass(frozen=True)
 class Scheme:
-    """The facts of config.json that codes cannot be decoded without."""
+    """The fields of config.json that are needed to decode codes."""
 
     method: str  # awq, gptq, fp8 or compressed-tensors
     forms: tuple[tuple[int, int], ...] = ()

@@ -33,7 +33,7 @@ from dovetail.workers.progress import count_bytes
 SEARCH = "search-1"  # version of the search and its types: part of fingerprints and cache names
 TYPES = ("int4-int8", "int4-fp32")  # types that are searched for, with their activations
 FOLDER = "int4"
-MOST_KEPT = 8  # checkpoints whose blocks are kept; those that were not used for longest go
+MOST_KEPT = 8  # checkpoints whose blocks are kept; the least recently used are removed
 PIECE_WEIGHTS = 1 << 19  # weights that a thread quantises at a time
 SAMPLED = 16  # rows of a matrix that are compared with the blocks found for them
 MOST_OFF = 0.3  # largest distance of blocks from a matrix, relative to it: 0.07 is usual
@@ -58,7 +58,7 @@ def in_blocks(skeleton: Skeleton, checkpoint: Checkpoint | None, weights: str) -
 
 
 class Searched:
-    """The blocks of a model's matrices: searched for where they are not there, and kept."""
+    """The blocks of a model's matrices: searched for if not cached, and stored."""
 
     def __init__(self, skeleton: Skeleton, checkpoint: Checkpoint | None) -> None:
         self._skeleton, self._tensors = skeleton, {} if checkpoint is None else checkpoint.tensors
@@ -75,7 +75,7 @@ class Searched:
         if not (end or name in self._layers) or (kind := int4_kind(width, end=end)) is None:
             return None
         shape = (count, KINDS[kind].size_of((width,)))
-        stored = (self._skeleton.stored or {}).get(name, name)  # a tied head is kept once
+        stored = (self._skeleton.stored or {}).get(name, name)  # a tied head is stored once
         content = self._kept(stored, kind, shape)
         if content is None:
             content = _found(name, kind, self._numbers(name, weight))
@@ -148,7 +148,7 @@ class Searched:
 
 
 def _open_folder(digest: str) -> Path | None:
-    """Return the folder of what is kept of a checkpoint, which only this user can read."""
+    """Return the folder of a checkpoint's cached blocks, which only this user can read."""
     whole = cache_folder() / FOLDER
     folder = whole / hashlib.sha256(f"{digest}\0{SEARCH}".encode()).hexdigest()[:32]
     try:

@@ -30,7 +30,7 @@ def check_of(path: Path, content: bytes | memoryview, index: int = 0) -> int:
 
 
 class Stack:
-    """The blocks of a stack of matrices [out, bytes], made once and kept."""
+    """The blocks of a stack of matrices [out, bytes], made once and cached."""
 
     def __init__(
         self,

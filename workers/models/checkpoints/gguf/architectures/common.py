@@ -88,7 +88,7 @@ def rotation(facts: Facts, head: int) -> Configuration:
         raise facts.refusal(f"it rotates {rotated} numbers of a head of {head}")
     if rotated != head and facts.architecture not in ROTATED_IN_PART:
         raise facts.refusal(f"it rotates {rotated} numbers of a head of {head}, not all")
-    if facts.architecture in ROTATED_IN_PART:  # of some, transformers has its own share
+    if facts.architecture in ROTATED_IN_PART:  # for some, transformers has its own share
         found["partial_rotary_factor"] = rotated / head
     unsaid = "linear" if facts.real("rope.scaling.factor", 1.0) != 1.0 else "none"
     kind = facts.text("rope.scaling.type", unsaid)
@@ -141,7 +141,7 @@ def _yarn(facts: Facts) -> Configuration:
     }
     usual = 0.1 * math.log(found["factor"]) + 1 if found["factor"] > 1 else 1.0
     for key in ("rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"):
-        own = (1.0, usual) if "yarn" in key else (1.0,)  # llama.cpp puts the usual in its place
+        own = (1.0, usual) if "yarn" in key else (1.0,)  # llama.cpp replaces it by the usual value
         if key in facts and min(abs(facts.real(key) - factor) for factor in own) > 1e-5:
             raise facts.refusal(f"its yarn scales attention by {facts.real(key)} (key {key})")
     return found

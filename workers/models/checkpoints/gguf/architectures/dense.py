@@ -144,13 +144,13 @@ def mistral3(facts: Facts) -> Configuration:
 
 
 def qwen2vl(facts: Facts) -> Configuration:
-    """The language model alone: of text, all sections of the rotation have the same positions."""
+    """The language model only: for text, all sections of the rotation have equal positions."""
     facts.numbers("rope.dimension_sections")
     return qwen2(facts)
 
 
 def qwen3vl(facts: Facts) -> Configuration:
-    """The language model alone: for text, all sections of the rotation have equal positions."""
+    """The language model only: for text, all sections of the rotation have equal positions."""
     facts.numbers("rope.dimension_sections")
     facts.whole("n_deepstack_layers", 0)
     return qwen3(facts)
@@ -179,7 +179,7 @@ def hunyuan_dense(facts: Facts) -> Configuration:
 
 
 def glm4(facts: Facts) -> Configuration:
-    """The files of its models that read images have the rows of heads in another order."""
+    """Files of its models that read images order the rows of heads differently."""
     if any(facts.numbers("rope.dimension_sections", [])):
         raise facts.refusal("it is the language model of one that reads images")
     return {
@@ -222,4 +222,4 @@ DENSE: Mapping[str, Callable[[Facts], Configuration]] = {
     },
     "hunyuan-dense": hunyuan_dense,
 }
-"""Architecture of llama.cpp -> function that makes its configuration."""
+"""Architecture of llama.cpp -> the function that makes its configuration."""

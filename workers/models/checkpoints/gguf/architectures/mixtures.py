@@ -24,7 +24,7 @@ LLAMA4_CHUNK = 8192  # positions of a chunk, and those after which queries grow 
 
 
 def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:
-    """Return the experts that all of these have; `score`: what makes scores."""
+    """Return the expert settings that all of these have; `score`: the function for scores."""
     unsaid = None if facts.architecture in SCORED else score
     if (said := facts.whole("expert_gating_func", unsaid)) != score and (unsaid is None or said):
         raise facts.refusal(f"its experts are chosen by gating function {said}")
@@ -57,7 +57,7 @@ def qwen3moe(facts: Facts) -> Configuration:
 
 
 def qwen2moe(facts: Facts) -> Configuration:
-    """Experts next to a shared one; the weights of the chosen are not normalised."""
+    """Experts next to a shared one; the weights of the chosen ones are not normalised."""
     return {
         **with_rms(facts),
         **experts_of(facts),
@@ -74,7 +74,7 @@ def qwen2moe(facts: Facts) -> Configuration:
 
 
 def gpt_oss(facts: Facts) -> Configuration:
-    """Layers with a window and without by turns; the ramp of its yarn is not rounded."""
+    """Layers alternate between window and full attention; the ramp of its yarn is not rounded."""
     found = with_rms(facts)
     found["rope_parameters"]["truncate"] = False
     layers = range(found["num_hidden_layers"])
@@ -115,8 +115,8 @@ def granitemoe(facts: Facts) -> Configuration:
 
 
 def glm4moe(facts: Facts) -> Configuration:
-    """The first layers are dense, others have a shared expert; the choice is corrected, in groups
-    if any."""
+    """The first layers are dense, others have a shared expert; the choice has a correction bias,
+    with groups if any."""
     found = {**with_rms(facts), **experts_of(facts, SIGMOID)}
     return {
         **found,
@@ -202,7 +202,7 @@ def _latents(facts: Facts, width: int | None = None) -> Configuration:
     if "attention.key_length_mla" in facts:
         keys = facts.whole("attention.key_length_mla")
         values = facts.whole("attention.value_length_mla")
-    facts.whole(KV_HEADS, heads)  # of latents there is one
+    facts.whole(KV_HEADS, heads)  # latents have one head
     if min(heads, rotated, keys - rotated, values) < 1:
         raise facts.refusal(f"it has {heads} heads of {keys}, of which {rotated} are rotated")
     rope = rotation(facts, rotated)

@@ -48,7 +48,7 @@ class Naming:
     expert_part: str = "mlp"
     stacks: Stacks = Stacks.APART
     bare: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a layer, with their ends, whose names have none in transformers."""
+    """Tensors of a layer, with their ends, that have no counterpart in transformers."""
     single: Mapping[str, int] = field(default_factory=dict)
     """Tensors of a layer that have one dimension more in transformers, of one number, and which."""
     flat: Sequence[str] = ()  # tensors of a layer that have one dimension in transformers

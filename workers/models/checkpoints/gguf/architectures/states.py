@@ -57,7 +57,7 @@ def qwen35(facts: Facts) -> Configuration:
 
 
 def qwen35moe(facts: Facts) -> Configuration:
-    """Layers as those without experts have them, and experts next to a shared one."""
+    """Layers as in models without experts, and experts next to a shared one."""
     return {
         **qwen35(facts),
         **experts_of(facts),
@@ -203,9 +203,9 @@ def nemotron_h(facts: Facts) -> Configuration:
         for count, width in zip(heads, widths, strict=True)
     ]
     sizes = sizes_of(facts)
-    rotation(facts, sizes["head_dim"])  # files have it, and nothing is rotated
+    rotation(facts, sizes["head_dim"])  # files have it, although nothing is rotated
     states = _mamba(facts, sizes["hidden_size"])
-    epsilon = facts.epsilon("attention.layer_norm_epsilon")  # of layers that guess
+    epsilon = facts.epsilon("attention.layer_norm_epsilon")  # of layers that predict further tokens
     epsilon = facts.epsilon("attention.layer_norm_rms_epsilon", epsilon)
     found: dict[str, Any] = {
         **sizes,
