@@ -23,7 +23,7 @@ from dovetail.workers.models.states import Kept, ModelPass
 WHOLE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-3, "int8-per-tensor": 0.5}
 """Largest distance of logits from transformers' on a CPU, relative to their norm."""
 ROUNDED_TOLERANCE = 0.1  # the distance where states are rounded to 16 bits between the layers
-PER_TENSOR_SLACK = 0.5  # how far int8 may move logits with the neighbours; masks: by 100%
+PER_TENSOR_SLACK = 0.5  # other rows may change logits this much with int8; wrong masks: 100%
 
 
 class BackEnd(Protocol):
@@ -165,7 +165,7 @@ class NotFiniteError(CheckpointError):
 
 def check_attention(model: LanguageModel) -> None:
     """`UnprovableError` unless the model leaves attention, slots and positions to us: two tokens
-    give the same logits with a sibling in the slot between them."""
+    must give the same logits with a sibling in the slot between them."""
     plain, tree = model.new_cache(2), model.new_cache(3)
     for cache in (plain, tree):
         if isinstance(cache, KVCache):

@@ -111,7 +111,7 @@ def load_language_model(
                 )
             return _on_gpu(checkpoint, wanted, torch.device(device), draft)
         except Exception:
-            checkpoint.digesting.result()  # what is wrong with its files comes first
+            checkpoint.digesting.result()  # errors of its files come first
             raise
 
 
@@ -192,7 +192,7 @@ def _on_cpu(
         refuse_without_kernels(model_type(checkpoint), checkpoint.source, why_not)
     wanted.refuse_placement(checkpoint.source, why_not)
     if wanted.rounded or wanted.backend == "kernels":
-        try_library(skeleton_of(), checkpoint, wanted)  # no remedy leads to a refusal
+        try_library(skeleton_of(), checkpoint, wanted)  # a remedy must not lead to a refusal
         wanted.refuse_library(checkpoint.source, why_not)
     model = assembled(skeleton_of(), checkpoint, wanted, kernels=False, choice=why_not)
     if wanted.backend == "auto":

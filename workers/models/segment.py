@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROMPT_ROWS = 256  # rows of a prompt at a time: bound by arithmetic, with small activations
-SLACK = 2  # a cache keeps memory for this many times the rows that are asked for, rather than move
+SLACK = 2  # a cache keeps memory for up to this many times the requested rows, rather than move
 
 
 class Cache(Protocol):
@@ -25,21 +25,21 @@ class Cache(Protocol):
         `committed`."""
 
     def truncate(self, length: int) -> None:
-        """Let the committed rows from slot `length` on go; `length` has to be `restorable`."""
+        """Drop the committed rows from slot `length` on; `length` has to be `restorable`."""
 
     def restorable(self, length: int) -> int:
-        """Return the greatest length up to this one to which `truncate` can go back."""
+        """Return the greatest length, at most this one, to which `truncate` can go back."""
 
     def checkpoint(self) -> None:
-        """Make the length `restorable`, or nearly: of states a copy is needed for that."""
+        """Make the length `restorable`, or nearly: states need a copy for that."""
 
     def resize(self, capacity: int) -> None:
         """Make room for `capacity` rows; committed ones move only if memory is too small or too
         large."""
 
     def branch(self, length: int, *, used: int = 0) -> "Cache":
-        """Return another session's cache with the first `length` committed rows. `used`: rows
-        behind them that this cache keeps. Only if it `branches`."""
+        """Return another session's cache with the first `length` committed rows. `used`: rows after
+        them that this cache keeps. Only if it `branches`."""
 
     @property
     def branches(self) -> bool:
@@ -109,4 +109,4 @@ class Segment:
     start: int
     count: int
     paths: Paths | None = None  # slots that each row sees; None: every row sees those up to its own
-    follows: bool = False  # True if it goes on where the one before it ends
+    follows: bool = False  # True if it continues where the one before it ends

@@ -1,5 +1,4 @@
-"""Hidden states kept from a pass: those that enter given layers, and those behind the final
-norm."""
+"""Hidden states kept from a pass: those that enter given layers, and those after the final norm."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from dovetail.workers.models.checkpoints.configured import base_model
 from dovetail.workers.models.segment import Segment
 
-LAST = -1  # the place behind the final norm
+LAST = -1  # the place after the final norm
 
 
 class Kept:

@@ -22,7 +22,7 @@ Stager = Callable[[Mapping[str, Any], str, Matrices], Staging]
 class Wanted:
     """The model to load."""
 
-    asked: str  # the type of weights in the words of the settings
+    asked: str  # the type of weights, as in the settings
     weights: str  # the type of weights, `half` being one of the two 16-bit types
     backend: str
     profile: Path | None = None
@@ -32,12 +32,12 @@ class Wanted:
 
     @property
     def cache_type(self) -> torch.dtype:
-        """Return the type of keys and values, where the kernels compute the model."""
+        """Return the type of keys and values if the kernels compute the model."""
         return HALF if cache_of(self.cache, self.asked) == "half" else torch.float32
 
     @property
     def rounded(self) -> bool:
-        """Return whether the kernels alone have weights of this type, of those that they have."""
+        """Return whether only the kernels, if they have it, have weights of this type."""
         return self.weights in ("int8", *BLOCK_WEIGHTS) or (
             self.weights == "bf16" and self.asked == "half"
         )

@@ -1,4 +1,4 @@
-"""The types that weights can have, and the one that a checkpoint's own numbers call for."""
+"""The types that weights can have, and the type of a checkpoint's own weights."""
 
 from pathlib import Path
 
@@ -18,9 +18,9 @@ WEIGHTS = ("fp32", "half", "int8", "int4", "file", "bf16", "fp16", "int8-per-ten
 """`stored`, for drafts: the checkpoint's blocks or 16 bits if the kernels have them, else fp32."""
 GPU_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FILE_KINDS = {"file-int8": Kind.BLOCKS, "file-fp32": Kind.EXACT_BLOCKS}
-"""The kinds of matrices for weights `file`, by the activations that they are multiplied with."""
+"""The kinds of matrices for weights `file`, by the type of activations."""
 BLOCK_WEIGHTS = {**FILE_KINDS, **dict(zip(TYPES, FILE_KINDS.values(), strict=True))}
-"""The kinds of matrices for weights `file` and `int4`, by what these are multiplied with."""
+"""The kinds of matrices for weights `file` and `int4`, by the type of activations."""
 KINDS = {
     "fp32": Kind.FP32,
     "fp16": Kind.FP16,
@@ -49,7 +49,7 @@ def check_names(weights: str, backend: str) -> None:
 
 
 def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> str:
-    """Return `weights` with half, file, int4 and stored replaced by what the checkpoint has."""
+    """Return `weights` with half, file, int4 and stored replaced by the checkpoint's types."""
     own = f"file-{activations}"
     if weights == "int4":
         _refuse_search(checkpoint)

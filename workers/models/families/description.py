@@ -63,7 +63,7 @@ class Attention:
     growth: Growth | None = None
     softcap: float = 0.0
     qkv: Sequence[str] = SEPARATE
-    by_head: bool = False  # True if of each head query, key and value stand together in one linear
+    by_head: bool = False  # True if one linear has query, key and value of each head together
     output: str = "self_attn.o_proj"
     norms: tuple[str, str | None] | None = None  # the norms of queries and keys; None: none
     norm_place: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
@@ -82,7 +82,7 @@ class Latent:
 
     heads: int
     rank: int  # width of a latent
-    plain: int  # numbers of a head's query and key that are not rotated, and stand first
+    plain: int  # numbers of a head's query and key that are not rotated; they come first
     rotated: int
     value_dim: int
     scale: float
@@ -123,9 +123,9 @@ class StateMixer:
     decay: str | None = None  # the logarithms of negative decays, one per value head
     step_bias: str | None = None
     skip: str | None = None
-    norm: str | None = None  # the name of the RMS norm of what is read, with plain weights
+    norm: str | None = None  # the name of the output's RMS norm, with plain weights
     norm_width: int = 0  # numbers that are normed together
-    gate_first: bool = False  # True if the norm is of what has been multiplied by the gate
+    gate_first: bool = False  # True if the norm follows the multiplication by the gate
     epsilon: float = 1e-6
     query_scale: float = 1.0
     factors: tuple[float, float, float, float, float] | None = None
@@ -139,8 +139,8 @@ class Beside:
     """A mixer with a state parallel to attention; results are added."""
 
     mixer: StateMixer
-    given_factor: float = 1.0  # the factor of what the mixer reads
-    factor: float = 1.0  # the factor of what it gives
+    given_factor: float = 1.0  # the factor of the mixer's input
+    factor: float = 1.0  # the factor of its output
     attention_given_factor: float = 1.0
     attention_factor: float = 1.0
 
@@ -152,9 +152,9 @@ class Mlp:
     activation: Activation
     gate_up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
-    function: str | None = None  # transformers' activation, where it has own numbers
+    function: str | None = None  # transformers' activation, if it has parameters
     gate_factor: float = 1.0  # the factor of the gate, before the activation
-    factor: float = 1.0  # the factor of what the MLP gives
+    factor: float = 1.0  # the factor of the MLP's output
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Router:
 
     weight: str = "mlp.gate.weight"  # [experts, hidden], of the logits
     score: Score = Score.SOFTMAX
-    correction: str | None = None  # added to the scores for the choice alone
+    correction: str | None = None  # added to the scores for the selection only
     groups: int = 1
     chosen_groups: int = 1
     """Experts are chosen within this many groups: those whose two best experts are best."""
@@ -201,8 +201,8 @@ class Experts:
     input_norm: str | None = None
     """The norm of what the experts read, the states before the half's norm."""
     output_norm: str | None = None  # the norm of the sum of a row's experts
-    shared_norm: str | None = None  # the norm of what the shared MLP gives
-    around: tuple[str, str] | None = None  # the linears around experts of another width
+    shared_norm: str | None = None  # the norm of the shared MLP's output
+    around: tuple[str, str] | None = None  # the linears before and after experts of another width
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Norms:
 
     epsilon: float
     pre_mixer: str | None = "input_layernorm"
-    post_mixer: str | None = None  # the norm of what attention adds
+    post_mixer: str | None = None  # the norm of attention's output
     pre_mlp: str | None = "post_attention_layernorm"
     post_mlp: str | None = None
     kind: NormKind = NormKind.RMS
@@ -237,7 +237,7 @@ class LayerSpec:
     mlp: Mlp | Experts | None
     norms: Norms
     beside: Beside | None = None  # the mixer with a state next to attention, if any
-    residual_scale: float = 1.0  # the factor of what each half adds
+    residual_scale: float = 1.0  # the factor of each half's output
     parallel: bool = False
     """True if the MLP reads the attention's input, or runs parallel to it with its own norm."""
     scalar: str | None = None  # the name of the number by which the layer's result is multiplied

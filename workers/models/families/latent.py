@@ -75,7 +75,7 @@ def _deepseek_v2(config: Any, index: int) -> LayerSpec:
 
 
 def _deepseek_v3(config: Any, index: int) -> LayerSpec:
-    """The first layers are dense; then the choice is corrected, and made in groups."""
+    """The first layers are dense; the selection of experts has a correction bias, and groups."""
     mixed = _attention(config, interleaved=config.rope_interleave)
     if index < config.first_k_dense_replace:
         return _layer(config, mixed, gated(config.hidden_act))
@@ -83,7 +83,7 @@ def _deepseek_v3(config: Any, index: int) -> LayerSpec:
 
 
 def _glm4_moe_lite(config: Any, index: int) -> LayerSpec:
-    """DeepSeek-V3, with layers of experts by a list."""
+    """DeepSeek-V3, with a list of the layers with experts."""
     mixed = _attention(config, interleaved=config.rope_interleave)
     if config.mlp_layer_types[index] != "sparse":
         return _layer(config, mixed, gated(config.hidden_act))
@@ -105,7 +105,7 @@ def _youtu(config: Any, index: int) -> LayerSpec:
 
 
 def _minicpm3(config: Any, index: int) -> LayerSpec:
-    """Halves add a share that follows from the number of layers."""
+    """The outputs of halves have a factor that depends on the number of layers."""
     return LayerSpec(
         _attention(config, interleaved=False),
         gated(config.hidden_act),

@@ -1,4 +1,4 @@
-"""Llama and the families that are Llama but for a detail."""
+"""Llama, and families that differ from it in a detail."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ def _smollm3(config: Any, index: int) -> LayerSpec:
 
 
 def _ministral3(config: Any, index: int) -> LayerSpec:
-    """Queries grow with their position, in steps of the length of the first training."""
+    """Queries grow with their position, in steps of the first training's length."""
     rope = config.rope_parameters
     if missing := {BETA, PERIOD} - rope.keys():
         raise UnsupportedError(f"rope_parameters lack {min(missing)}, by which queries grow")

@@ -1,4 +1,4 @@
-"""Families with Mamba-2 in the place of attention, next to it, or in its own layers."""
+"""Families with Mamba-2 instead of attention, beside it, or in separate layers."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ UNLIMITED = (0.0, math.inf)
 
 
 def _refuse_limits(config: Any) -> None:
-    """`UnsupportedError` for limited steps: transformers limits those of prompts only."""
+    """`UnsupportedError` for limited steps: transformers limits only those of prompts."""
     limits = config.time_step_limit
     if limits is not None and tuple(limits) != UNLIMITED:
         raise UnsupportedError(
@@ -42,7 +42,7 @@ def _refuse_limits(config: Any) -> None:
 def _selective(
     part: str, act: str, *, heads: int, head_dim: int, groups: int, **fields: Any
 ) -> StateMixer:
-    """Return a Mamba-2 with parts below `part`; `act`: behind its convolution."""
+    """Return a Mamba-2 with parts below `part`; `act`: after its convolution."""
     if act not in ("silu", "swish"):
         raise UnsupportedError(f"the kernels have no convolution with {act!r}")
     given: dict[str, Any] = {
@@ -119,7 +119,7 @@ def _granite_hybrid(config: Any, index: int) -> LayerSpec:
 
 
 def _falcon_h1(config: Any, index: int) -> LayerSpec:
-    """Mamba-2 and attention side by side in every layer, with multipliers of nearly everything."""
+    """Mamba-2 and attention side by side in every layer, with multipliers almost everywhere."""
     gate, value, key, query, step = config.ssm_multipliers
     mixer = _bamba_mixer(
         config,

@@ -14,18 +14,18 @@ from dovetail.workers.models.families.registry import FAMILIES
 
 @dataclass(frozen=True)
 class Layout:
-    """A way in which the matrix of an expert stands in a stack of transformers'."""
+    """The layout of an expert's matrix in a stack of transformers'."""
 
     transposed: bool  # True for [in, out]
-    mixed: bool  # True if gates and what they are for stand there one by one
+    mixed: bool  # True if gates and ups alternate
 
     def rows(self, stored: Tensor) -> Tensor:
-        """Return the rows [out, in], gates first, of a matrix as transformers has it."""
+        """Return the rows [out, in], gates first, of a matrix in transformers' layout."""
         rows = stored.t() if self.transposed else stored
         return torch.cat([rows[::2], rows[1::2]]) if self.mixed else rows
 
     def stored(self, rows: Tensor) -> Tensor:
-        """Return a matrix as transformers has it, of its rows [out, in], gates first."""
+        """Return a matrix in transformers' layout, from its rows [out, in], gates first."""
         rows = torch.stack(rows.chunk(2), dim=1).flatten(0, 1) if self.mixed else rows
         return rows.t() if self.transposed else rows
 
@@ -41,7 +41,7 @@ def layout_of(part: Any, said: Experts, name: str) -> Layout | None:
 
 
 def expert_layouts(model: Any) -> dict[str, Layout]:
-    """Return the stacks of experts' matrices of a model by their names, and how they lie."""
+    """Return the stacks of experts' matrices of a model by name, and their layouts."""
     if (family := FAMILIES.get(model.config.model_type)) is None:
         return {}
     found = {}

@@ -1,4 +1,4 @@
-"""Mixtures of experts: attention as Llama's but for a detail, and in most layers experts."""
+"""Mixtures of experts: attention like Llama's up to a detail, and experts in most layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,7 @@ def _mlp_within(config: Any, part: str, within: str = "mlp") -> Mlp:
 
 
 def corrected_router(config: Any) -> Router:
-    """A router by sigmoids, whose choice is corrected and made among groups."""
+    """A router by sigmoids, whose selection has a correction bias and groups."""
     return Router(
         score=Score.SIGMOID,
         correction="mlp.gate.e_score_correction_bias",
@@ -70,7 +70,7 @@ def corrected_router(config: Any) -> Router:
 
 
 def _routed_among(config: Any, mixed: Attention, *, dense: bool) -> LayerSpec:
-    """A layer whose experts are chosen as DeepSeek's are, next to a shared one; dense: without."""
+    """A layer whose experts are selected as in DeepSeek, next to a shared one; dense: without."""
     if dense:
         return _layer(config, mixed, gated(config.hidden_act))
     shared = shared_mlp(config, "shared_experts")
@@ -121,7 +121,7 @@ def _olmoe(config: Any, index: int) -> LayerSpec:
 
 
 def _granitemoe(config: Any, index: int) -> LayerSpec:
-    """Weights are the softmax of the chosen logits; both halves are multiplied as Granite's are."""
+    """Weights are the softmax of the chosen logits; both halves are multiplied as in Granite."""
     router = Router("block_sparse_moe.router.weight", Score.SOFTMAX_OF_CHOSEN, normalised=False)
     experts = experts_of(config, router, part="block_sparse_moe.experts")
     mixed = attention(config, index, window=0, scale=config.attention_multiplier)
@@ -144,14 +144,15 @@ def _granitemoe_swa(config: Any, index: int) -> LayerSpec:
 
 
 def _glm4_moe(config: Any, index: int) -> LayerSpec:
-    """The first layers are dense; others have a shared expert, and a corrected choice in groups."""
+    """The first layers are dense; others have a shared expert, and a corrected, grouped
+    selection."""
     norms = HEAD_NORMS if config.use_qk_norm else None
     mixed = attention(config, index, window=0, norms=norms)
     return _routed_among(config, mixed, dense=index < config.first_k_dense_replace)
 
 
 def _dots1(config: Any, index: int) -> LayerSpec:
-    """GLM-4.5's experts behind Qwen 3's attention, with a window in some layers."""
+    """GLM-4.5's experts after Qwen 3's attention, with a window in some layers."""
     mixed = attention(config, index, norms=HEAD_NORMS)
     return _routed_among(config, mixed, dense=index < config.first_k_dense_replace)
 
@@ -169,7 +170,7 @@ def _exaone_moe(config: Any, index: int) -> LayerSpec:
 
 
 def _afmoe(config: Any, index: int) -> LayerSpec:
-    """Gates behind attention, rotated only in windows; norms on both sides; a shared expert."""
+    """Gates after attention, rotation only in windows; norms on both sides; a shared expert."""
     mixed = attention(
         config,
         index,
@@ -198,7 +199,7 @@ def _afmoe(config: Any, index: int) -> LayerSpec:
 
 
 def _hy_v3(config: Any, index: int) -> LayerSpec:
-    """Sigmoid scores with corrected choice, and a shared expert."""
+    """Sigmoid scores with a correction bias, and a shared expert."""
     mixed = attention(config, index, window=0, norms=HEAD_NORMS)
     if config.mlp_layer_types[index] != "sparse":
         return _layer(config, mixed, gated(config.hidden_act))
@@ -232,7 +233,7 @@ def _flex_olmo(config: Any, index: int) -> LayerSpec:
 
 
 def _ernie4_5_moe(config: Any, index: int) -> LayerSpec:
-    """Experts from one layer to another, in steps; the choice is corrected."""
+    """Experts in a range of layers, in steps; the selection has a correction bias."""
     mixed = attention(config, index, window=0, rope=Rope(interleaved=True))
     among = config.moe_layer_start_index <= index <= config.moe_layer_end_index
     if not among or (index + 1) % config.moe_layer_interval:
@@ -263,7 +264,7 @@ def _hunyuan_v1_moe(config: Any, index: int) -> LayerSpec:
 
 
 def _minimax_m2(config: Any, index: int) -> LayerSpec:
-    """Sigmoids are scores, of which the choice is corrected; queries are normed together."""
+    """Scores are sigmoids, corrected for the selection; queries are normed together."""
     mixed = attention(
         config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
     )

@@ -67,7 +67,7 @@ def _shared_experts(config: Any, *, normalised: bool) -> Experts:
 
 
 def _qwen3_next(config: Any, index: int) -> LayerSpec:
-    """Queries, keys, values and gates of a key head stand together."""
+    """Queries, keys, values and gates of a key head are stored together."""
     mlp: Mlp | Experts = gated(config.hidden_act)
     sparse = config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
     if sparse and index not in config.mlp_only_layers:
@@ -106,7 +106,7 @@ LFM2_MLP = gated("silu", gate_up=("feed_forward.w1", "feed_forward.w3"), down="f
 
 
 def _lfm2_moe(config: Any, index: int) -> LayerSpec:
-    """The first layers have an MLP, the others experts whose choice may be corrected."""
+    """The first layers have an MLP, the others experts, maybe with a corrected selection."""
     spec = _lfm2(config, index)
     if index < config.num_dense_layers:
         return spec

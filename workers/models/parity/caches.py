@@ -1,4 +1,4 @@
-"""A cache of transformers' that holds nothing; who imports this imports transformers."""
+"""A cache for transformers that holds nothing; importing this module imports transformers."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from dovetail.workers.models.transformers import DynamicCache
 
 
 class ClaimedCache(DynamicCache):  # type: ignore[misc]
-    """A cache that claims `length` rows, from which transformers builds masks, and keeps none."""
+    """A cache that claims `length` rows, from which transformers builds masks, and stores none."""
 
     def __init__(self, length: int | Tensor) -> None:
-        """`length`: int64 [rows], of each row, where it is only to be added to a row's number."""
+        """`length`: int64 [rows], one for each row, if it is only added to a row's number."""
         super().__init__()
         self._length = length
-        self.asked = False  # True if anybody wanted to know how many rows there are
+        self.asked = False  # True if the number of rows was asked for
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
         self.asked = True
@@ -46,7 +46,7 @@ class ClaimedCache(DynamicCache):  # type: ignore[misc]
 
 
 class ProofCache(KVCache):
-    """The keys and values of a proof, of whatever heads a layer turns out to have."""
+    """The keys and values of a proof, with whatever heads a layer has."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0

@@ -16,7 +16,7 @@ from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.weight_types import type_of
 
 TYPES = ("fp32", "half", "int8", "int4", "file")
-"""Types of weights that have a line, where a checkpoint can be computed in them."""
+"""Types of weights that have a line if a checkpoint can be computed in them."""
 Tell = Callable[[str], None]  # is called with the next step
 
 
@@ -25,7 +25,7 @@ class Line:
     """The changes that a type of weights makes, over all positions of a text."""
 
     weights: str
-    size_bytes: int  # bytes of all weights as they lie in memory
+    size_bytes: int  # bytes of all weights in memory
     tokens: int
     error: float  # |found - exact| / |exact| of the logits, without the means of rows
     divergence: float  # the mean of KL(exact || found), in nats

@@ -1,4 +1,4 @@
-"""The comparison of what transformers gives to a layer for the same rows in different passes."""
+"""Compares what transformers passes to a layer for the same rows in different passes."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from dovetail.workers.models.parity.following import Call, Path, UnprovableError
 
 CHANGING = ("dynamic", "longrope")  # rotations that may depend on the longest sequence
-SAME = 1e-5  # tolerance of what layers get beside other rows: rounding only
+SAME = 1e-5  # tolerance of a layer's inputs with other rows in the batch: rounding only
 
 
 class Comparison:
@@ -20,8 +20,8 @@ class Comparison:
         """Compared pairs by address, kept so that addresses are not reused."""
 
     def compare(self, part: Call, whole: Call, count: int, first: int, rows: int) -> None:
-        """`UnprovableError` if a layer gets other numbers for the same rows in a larger batch, but
-        for masks."""
+        """`UnprovableError` if a layer gets other numbers for the same rows in a larger batch,
+        except masks."""
         others = dict(whole.leaves())
         for path, tensor in part.leaves():
             other = others.get(path)

@@ -32,7 +32,7 @@ class UnprovableError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a layer by its model."""
+    """The model's call of a layer."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -46,7 +46,7 @@ class Call:
 
     @property
     def states(self) -> Tensor:
-        """The hidden states that the model gave."""
+        """The hidden states passed by the model."""
         given: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
         return given
 
@@ -71,7 +71,7 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
 
 @contextmanager
 def implementation(model: nn.Module, name: str, *others: nn.Module) -> Iterator[None]:
-    """A model, and other modules of it, with another implementation of attention for a while."""
+    """Uses another implementation of attention for a model and other modules, temporarily."""
     found: Iterator[Any] = (
         getattr(module, "config", None) for part in (model, *others) for module in part.modules()
     )
@@ -198,7 +198,7 @@ class Widened(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weights in fp32, for layers that ask of which type they are."""
+        """Return the weights in fp32, for layers that ask for their type."""
         return self._weight.float()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -233,6 +233,6 @@ def line_of(error: BaseException) -> str:
 
 
 def first_of(output: Any) -> Tensor:
-    """The states [T, hidden] that a layer gives, alone or before other things."""
+    """The states [T, hidden] that a layer returns, alone or first in a tuple."""
     states: Tensor = (output[0] if isinstance(output, tuple) else output)[0]
     return states

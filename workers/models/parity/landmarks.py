@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-DENSE = 8  # positions at the beginning that are all there: smaller windows are crossed for real
+DENSE = 8  # positions at the beginning without gaps: smaller windows are really crossed
 LANDMARK = re.compile("position|window|chunk|floor|context|block|length|segment|stride|scale_")
 """Names of settings that may be positions at which a function changes."""
 MOST_LANDMARKS = 12
 SHORT, BEYOND = 64, 4
-"""A whole model is run over some tokens beyond the last landmark that is no farther than this."""
+"""A whole model is run over some tokens beyond the last landmark up to this position."""
 SPREAD = (32, 256, 2048, 16384, 65536)  # positions that are always compared
 
 
@@ -52,7 +52,7 @@ def short_text(config: Mapping[str, Any], context: int) -> int:
 
 
 def landmarks(value: Any, named: bool = False) -> Iterator[int]:
-    """Yield all whole numbers under names that speak of positions, however deep they lie."""
+    """Yield all whole numbers whose names suggest positions, at any depth."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from landmarks(part, named or bool(LANDMARK.search(str(name))))

@@ -119,7 +119,7 @@ class Oracle:
 
     @contextmanager
     def eagerly(self, *modules: nn.Module) -> Iterator[None]:
-        """Give the model and other modules transformers' own attention for a while."""
+        """Use transformers' own attention in the model and other modules, temporarily."""
         with implementation(self._model, EAGER, *self._layers, *modules):
             yield
 
@@ -188,7 +188,7 @@ class Oracle:
             raise UnprovableError(f"layer {index} has a window of {window} positions")
         for run, mask in zip(self.runs, masks, strict=True):
             if mask is None:
-                continue  # the layer has its own way to hide what is to come, and is compared
+                continue  # the layer masks later rows in its own way, and is compared
             seen = _visible(mask, index)
             row, slot = torch.arange(run.first, run.stop).unsqueeze(1), torch.arange(run.stop)
             expected = (slot <= row) & (slot > row - (run.stop if window is None else window))
@@ -241,7 +241,7 @@ class Oracle:
         first = Segment(cache(self.dense), 0, self.dense)
         return [first, Segment(cache(self.count), 0, self.count, Paths.of(0, self.visible(index)))]
 
-    # what a layer makes of it
+    # a layer's output for it
 
     def states(self, index: int) -> Tensor:
         """Random states [count, hidden] for a layer, the same every time."""

@@ -16,7 +16,7 @@ class Product:
     def __init__(
         self, name: str, linears: Sequence[nn.Linear], orders: Sequence[Tensor | None] | None = None
     ) -> None:
-        """`linears`: packed below each other; some rows are kept. `orders`: int64 [out] of each,
+        """`linears`: concatenated by outputs; some rows are kept. `orders`: int64 [out] of each,
         places of outputs in the checkpoint; None: in place."""
         self.name = name
         self.given, self.result = torch.empty(0), torch.empty(0)
@@ -34,8 +34,8 @@ class Product:
         self._orders = orders or [None] * len(linears)
 
     def stand_ins(self) -> list[nn.Module]:
-        """Return a stand-in for each linear; they own the product, so that it is freed with the
-        last."""
+        """Return a stand-in for each linear; they own the product, which is freed with the last of
+        them."""
         return [
             _Rows(self, first, count, None if order is None else order.argsort())
             for first, count, order in zip(self._first, self._counts, self._orders, strict=True)

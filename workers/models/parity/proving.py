@@ -21,7 +21,7 @@ LAYERS_TRIED = 8  # layers on which a remedy is tried: kinds alternate in cycles
 
 
 class TriedError(UnsupportedError):
-    """Raised when as many layers have been computed as a trial takes."""
+    """Raised after as many layers as a trial computes."""
 
 
 class Trial(Library):
@@ -63,7 +63,7 @@ def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
             else f"{KIND_OF_ERROR.sub('', str(error))}; {REMEDY}"
         )
         raise CheckpointError(f"{what}: {why}") from error
-    except Exception as error:  # a model that is not ours may stumble in any way
+    except Exception as error:  # foreign code may fail in any way
         if is_out_of_memory(error):
             raise
         said = said_by(error)
@@ -73,6 +73,6 @@ def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
 
 def oracle_of(model: Any) -> "Oracle":
     """Return transformers' own forward of a model."""
-    from dovetail.workers.models.parity.oracle import Oracle  # transformers comes in here
+    from dovetail.workers.models.parity.oracle import Oracle  # imports transformers
 
     return Oracle(model, decoder_layers(model)[1], context_of(model.config))

@@ -15,7 +15,7 @@ from dovetail.workers.models.parity.following import UnsupportedError
 
 @dataclass(frozen=True)
 class Gates:
-    """A linear whose outputs are queries and gates, head by head, taken apart."""
+    """A linear whose outputs are queries and gates, head by head, to be separated."""
 
     module: nn.Linear
     queries: nn.Linear
@@ -24,7 +24,7 @@ class Gates:
 
 
 def split_gates(module: nn.Linear, heads: int, head_dim: int) -> Gates:
-    """Take queries and gates apart; the linear loses its weights."""
+    """Separate queries and gates; the linear loses its weights."""
     order = torch.arange(2 * heads * head_dim).view(heads, 2, head_dim).transpose(0, 1).flatten()
     if len(order) != module.out_features:
         raise UnsupportedError(f"{module.out_features} queries and gates, not {len(order)}")

@@ -32,7 +32,7 @@ def run_together(oracle: "Oracle", layer: nn.Module, index: int, states: Tensor)
 
 
 def _of_row(call: Call, row: int, count: int) -> Call:
-    """Return the call of a layer for one of its `count` rows, behind those before it."""
+    """Return the call of a layer for one of its `count` rows, after those before it."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -7,9 +7,9 @@ from typing import Any
 from dovetail.protocol.calibration import STATELESS, StateTraffic
 
 NUMBER_BYTES = 4  # states are fp32, whatever the weights are
-WAITING = 32  # rows whose factors a session has at a time, about, in addition to those of a tree
+WAITING = 32  # approximate number of rows whose factors a session holds, besides a tree's
 STEP = 4096  # rows from one checkpoint of a long session to the next (`states.py`)
-COLUMNS = 16  # numbers that parts of states and factors are filled up to
+COLUMNS = 16  # parts of states and factors are padded to multiples of this
 RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
 ATTENDING = ("full_attention", "attention", "hybrid")
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # nemotron-H's kinds of layers
@@ -22,7 +22,7 @@ class StateSizes:
     layers: int
     attending: int  # layers with keys and values; some may have a state too, and some neither
     given: int  # outputs of the matrix before a mixer
-    taken: int  # inputs of the matrix behind it
+    taken: int  # inputs of the matrix after it
     gated: bool  # True if attention has gates, as many as numbers of queries
     state: int  # numbers of a state
     row: int  # numbers of the factors of a row

@@ -12,10 +12,10 @@ from torch import Tensor
 from dovetail.workers.kernels.states import StateRows, StateShape
 
 CPU = torch.device("cpu")
-CHAIN = 16  # rows of a chain that go into the states as they are computed, at least
-PENDING = 8  # committed rows that wait by their factors: a write costs as much as 8 rows
+CHAIN = 16  # least rows of a chain that are written to the states as they are computed
+PENDING = 8  # committed rows kept as factors: a write costs as much as 8 rows
 STEP = 4096  # rows between checkpoints in a long session: by then caches take more
-WAITING = 24  # rows whose factors a session has at a time, about, in addition to those of a tree
+WAITING = 24  # approximate number of rows whose factors a session holds, besides a tree's
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RecurrentStates:
             self._save(periodic=True)
 
     def restorable(self, length: int) -> int:
-        """Return the greatest length up to this one to which the states can go back."""
+        """Return the greatest length, at most this one, to which the states can go back."""
         if length >= self.length:
             return length
         return max((c.length for c in self._checkpoints if c.length <= length), default=0)
@@ -109,7 +109,7 @@ class RecurrentStates:
 
     @torch.inference_mode()
     def checkpoint(self) -> None:
-        """Keep a copy of the states as they are, in place of the last that was asked for."""
+        """Store a copy of the current states, in place of the last copy."""
         self._checkpoints = [c for c in self._checkpoints if c.periodic]
         if self.length and all(c.length != self.length for c in self._checkpoints):
             self._save(periodic=False)

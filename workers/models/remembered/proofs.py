@@ -26,7 +26,7 @@ from dovetail.workers import kernels
 log = logging.getLogger(__name__)
 
 FOLDER = "proofs"
-MOST_KEPT = 64  # proofs that are kept; the oldest go
+MOST_KEPT = 64  # most proofs that are kept; the oldest are removed
 ROOM = Path(__file__).parent.parent.parent
 SOURCES = ("models", "kernels", "devices")  # folders that decide what a model computes
 
@@ -45,13 +45,13 @@ class Proof:
     transposed: Sequence[str]
     angles: Mapping[str, tuple[Sequence[float], float]]  # table -> its frequencies and factor
     attention: Sequence[Mapping[str, Any]]
-    """The arguments with which each layer calls its attention, as `attention.Noted` has them."""
+    """The arguments with which each layer calls its attention, in the form of `attention.Noted`."""
     logits: str  # the digest of logits, see `recall.sample`
     made: str  # the day of the proof
 
 
 LIBRARIES = ("torch", "transformers", "safetensors")
-"""Distributions whose whole METADATA counts: to find the version in it takes longer."""
+"""Distributions whose whole METADATA counts: finding the version in it takes longer."""
 
 
 @cache

@@ -75,7 +75,7 @@ class Memory:
         return None if self._mode == "off" else outline_of(skeleton)
 
     def keep(self, outline: Proof | None, model: LanguageModel) -> None:
-        """Keep the proof of a model, if it can be loaded by one."""
+        """Store the proof of a model, if it can be loaded by one."""
         if outline is not None and (proof := completed(outline, model)) is not None:
             self._proofs.keep(self._key, proof)
 
@@ -176,7 +176,7 @@ class Outline(nn.Module):
 
 
 def outline_of(skeleton: Skeleton) -> Proof | None:
-    """Return the beginning of a proof, before layers are taken; None if transformers' code is
+    """Return the beginning of a proof, before layers are taken over; None if transformers' code is
     needed."""
     model, stored = skeleton.model, skeleton.stored
     config = _plain(_fields(model.config))
@@ -252,7 +252,7 @@ def _sparse(model: Any) -> tuple[str, ...]:
 
 
 def _measured(path: str, module: nn.Module, *, matrices: bool) -> tuple[str, str, Any] | None:
-    """Return path, kind and measures of a module; None: it is more. `matrices`: experts and
+    """Return path, kind and measures of a module; None if it is more. `matrices`: experts and
     routers."""
     shapes = {name: list(part.shape) for name, part in module.named_parameters(recurse=False)}
     if isinstance(module, nn.ModuleList):
@@ -369,7 +369,7 @@ class Recalled(Kernels):
         """Prove nothing: the remembered proof covers it."""
 
     def _prove_cache(self) -> None:
-        """Nothing is to be proved."""
+        """Do nothing: nothing needs a proof."""
 
     def _nothing_else(self) -> bool:
         """Return True: only such models are remembered."""

@@ -25,7 +25,7 @@ from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.substitutes.quantised import CodedProduct
 from dovetail.workers.models.substitutes.quantize import BITS, Codes, from_bytes
 
-TORCHS, OWN = "torch-int4", "own-codes"  # the products of codes, in what a model says of itself
+TORCHS, OWN = "torch-int4", "own-codes"  # the products of codes, in a model's description
 
 SHAPE = (83, 1100)
 """[out, in] of the proof: narrow at both ends, and more groups than a block has at a time."""
@@ -77,7 +77,7 @@ def unpack_codes(lying: Lying, memory: Tensor) -> tuple[Codes, Tensor | None]:
 
 
 def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> CodedMatrix:
-    """Return one matrix of the kernels from codes with the same inputs, below each other."""
+    """Return one matrix of the kernels from codes with the same inputs, concatenated by outputs."""
     bias = None
     if any(b is not None for b in biases):
         bias = torch.cat(

@@ -50,7 +50,7 @@ class CodedLayers(Kernels):
         return experts.plan(packed)
 
     def _arrange(self, parts: LayerParts) -> None:
-        """Bring codes, which are those of the checkpoint's rows, into the order of the linears."""
+        """Reorder codes from the order of the checkpoint's rows to that of the linears."""
         super()._arrange(parts)
         if not self._codes:
             return

@@ -27,7 +27,7 @@ from dovetail.workers.models.substitutes.quantize import (
 )
 from dovetail.workers.progress import beat
 
-Tell = Callable[[int, int], None]  # hears how many layers of how many have codes
+Tell = Callable[[int, int], None]  # is called with the number of layers that have codes, and of all
 PARTS = ("codes", "scales", "offsets")
 TYPES = (torch.uint8, torch.float16, torch.float16)
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Substitutes:
-    """The codes of a model's layers: made where they are not there, and kept in a folder."""
+    """The codes of a model's layers: made if missing, and cached in a folder."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Substitutes:
         self.weights = 0
 
     def of_layer(self, layer: nn.Module, index: int, layers: int) -> Mapping[nn.Linear, Codes]:
-        """The codes of every linear of a layer with its numbers; `layers`: their number."""
+        """Return the codes of every linear of a layer with its weights; `layers`: their number."""
         linears = {name: part for name, part in layer.named_modules() if type(part) is nn.Linear}
         shapes = {name: (part.out_features, part.in_features) for name, part in linears.items()}
         kept = self._kept(self._file("layer", index), shapes)
@@ -131,7 +131,7 @@ class Substitutes:
                 )
             )
             self.weights += made.codes.numel()
-        HELD.give_back()  # where a device quantises, its numbers of 32 bits were large for a moment
+        HELD.give_back()  # quantising on a device needs much memory in fp32 for a moment
         self.seconds += time.monotonic() - start
         try:
             if file is not None:

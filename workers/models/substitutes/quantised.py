@@ -12,7 +12,7 @@ from dovetail.workers.models.substitutes.quantize import CPU, Codes
 
 Product = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out], bf16
 
-ROWS = 16  # rows of a matrix come in multiples of this
+ROWS = 16  # the number of a matrix's rows is a multiple of this
 LEAST_SCALE = 1e-6  # the least scale, of equal weights; fp16 still tells it from 0
 TILES = (8, 4)
 """torch's CUDA layout takes this many tiles of 16 inputs together; a group is 4 of them."""

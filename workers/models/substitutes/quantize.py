@@ -43,7 +43,7 @@ class Codes:
         return Codes(self.bits, self.inputs, *(part[places] for part in parts))
 
     def weight(self) -> Tensor:
-        """Return the matrix that the codes stand for, float32 [rows, inputs], to compare with."""
+        """Return the decoded matrix, float32 [rows, inputs], to compare with."""
         rows, groups = self.scales.shape
         codes = (self.codes.float() - (1 << self.bits - 1)).view(rows, groups, GROUP)
         return (codes * self.scales.float()[..., None] + self.offsets.float()[..., None]).view(

@@ -82,7 +82,7 @@ def share(substitute: LanguageModel, target: LanguageModel) -> int:
 
 
 def shared_cache(cache: Cache) -> Cache:
-    """A target's cache as its substitute's layers take it."""
+    """A target's cache in the form that its substitute's layers take."""
     return cache.parts[0] if isinstance(cache, StagedCache) else cache
 
 
