@@ -46,7 +46,7 @@ class Rope:
     table: str = ""  # the layer type whose angles are taken, where a model has several tables
     interleaved: bool = False  # True if neighbours are rotated together; else a head's halves
     part: str = ""  # the rotary embedding in the model, where there are several; or empty
-    backward: bool = False  # True if heads are turned the other way round, by the negative angles
+    backward: bool = False  # True if heads are rotated backward, by the negative angles
 
 
 @dataclass(frozen=True)
