@@ -113,6 +113,14 @@ static inline Codes codes_of(const char* codes) {
     }
 }
 
+// One byte per code, for several rows; without fused products two of signed codes.
+template <class F>
+struct Unpacked : F { static constexpr int BITS = 8; };
+template <class F>
+constexpr bool is_unpacked = false;
+template <class F>
+constexpr bool is_unpacked<Unpacked<F>> = true;
+
 // ---- exact sums
 
 #if defined(DT_AVX512) && !defined(DT_VNNI)
@@ -153,21 +161,31 @@ static DT_INLINE Codes sizes(Codes w) { DT_EACH(Codes, _mm_abs_epi8(w.v[i])); }
 static DT_INLINE Signed as_signed(Codes w) { return {sizes(w), w}; }
 static DT_INLINE Pairs products(Codes w, Four x) { DT_EACH(Pairs, _mm_maddubs_epi16(w.v[i], x.v)); }
 static DT_INLINE Pairs products(Signed w, Four x) { DT_EACH(Pairs, _mm_maddubs_epi16(w.size.v[i], _mm_sign_epi8(x.v, w.w.v[i]))); }
+// 256 times the signed codes of the inputs 0 and 2 of a step, and of 1 and 3, in 16 bits.
+static DT_INLINE Codes even(Codes w) { DT_EACH(Codes, _mm_slli_epi16(w.v[i], 8)); }
+static DT_INLINE Codes odd(Codes w) { DT_EACH(Codes, _mm_and_si128(w.v[i], _mm_set1_epi16((int16_t)0xff00))); }
+static DT_INLINE I16 wide_products(Codes w, Four x) { DT_EACH(I16, _mm_madd_epi16(w.v[i], x.v)); }
+static DT_INLINE I16 over_256(I16 a) { DT_EACH(I16, _mm_srai_epi32(a.v[i], 8)); }
 static DT_INLINE Pairs add(Pairs p, Pairs q) { DT_EACH(Pairs, _mm_add_epi16(p.v[i], q.v[i])); }
 static DT_INLINE I16 added(Pairs p) { DT_EACH(I16, _mm_madd_epi16(p.v[i], _mm_set1_epi16(1))); }
-// One byte per code, for several rows; on AVX the absolute values of signed codes follow.
-template <class F>
-struct Unpacked : F { static constexpr int BITS = 8; };
-template <class F>
-constexpr bool is_unpacked = false;
-template <class F>
-constexpr bool is_unpacked<Unpacked<F>> = true;
 static DT_INLINE void hold(Pairs& p) { asm("" : "+x"(p.v[0]), "+x"(p.v[1]), "+x"(p.v[2]), "+x"(p.v[3])); }
+static DT_INLINE void hold(Codes& w) { asm("" : "+x"(w.v[0]), "+x"(w.v[1]), "+x"(w.v[2]), "+x"(w.v[3])); }  // loaded once for all rows
 #undef DT_EACH
 #define DT_PAIRS 1
 #else
 #define DT_PAIRS 0
 #endif
+
+template <class F, int STEP = 0>
+static DT_INLINE void unpack_codes(const char* codes, Codes* to) {
+    if constexpr (STEP < STEPS) {
+        to[STEP] = codes_of<F, STEP>(codes);
+#if defined(DT_SSE)
+        if constexpr (dovetail::signed_codes<F>()) to[STEPS + STEP] = odd(to[STEP]), to[STEP] = even(to[STEP]);
+#endif
+        unpack_codes<F, STEP + 1>(codes, to);
+    }
+}
 
 #if defined(DT_VNNI)
 constexpr int SIGNED_MIDDLE = 128;  // one side of a product is unsigned
@@ -189,17 +207,16 @@ static DT_INLINE void add_steps_of(const char* codes, const char* x, Pairs (&pai
     if constexpr (STEP < END) {
         constexpr int TURN = (STEP - FIRST) % together<F>();
         const Codes w = codes_of<F, STEP>(codes);
-        const auto factors = [&] {
-#if defined(DT_AVX)
-            if constexpr (dovetail::signed_codes<F>() && is_unpacked<F>) return Signed{load_codes(codes + 64 * (STEPS + STEP)), w};
-            else
-#endif
+        auto factors = [&] {
             if constexpr (dovetail::signed_codes<F>()) return as_signed(w);
             else return w;
         }();
+#if defined(DT_SSE)
+        if constexpr (R > 1) hold(factors);
+#endif
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            const Pairs found = products(factors, four(x + 4 * (STEP * R + r)));
+            const Pairs found = products(factors, four(x + input_at(STEP, r, R)));
             pairs[r] = TURN == 0 ? found : add(pairs[r], found);
             hold(pairs[r]);
             if constexpr (TURN == together<F>() - 1 || STEP == END - 1) {
@@ -209,6 +226,29 @@ static DT_INLINE void add_steps_of(const char* codes, const char* x, Pairs (&pai
         add_steps_of<F, FIRST, STEP + 1, END, R>(codes, x, pairs, sums);
     }
 }
+
+#if defined(DT_SSE)
+// Signed codes that are unpacked times inputs in 16 bits: two multiplications where 8 bits take three instructions on the same ports.
+template <class F, int R, int STEP = 0>
+static DT_INLINE void add_signed_steps(const char* codes, const char* x, I16 (&sums)[R]) {
+    if constexpr (STEP < STEPS) {
+        Codes w[2] = {load_codes(codes + 64 * STEP), load_codes(codes + 64 * (STEPS + STEP))};
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            hold(w[half]);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const I16 found = wide_products(w[half], four(x + input_at(2 * STEPS + STEPS * half + STEP, r, R)));
+                sums[r] = pinned(STEP + half == 0 ? found : iadd(sums[r], found));
+            }
+        }
+        add_signed_steps<F, R, STEP + 1>(codes, x, sums);
+    } else {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r] = over_256(sums[r]);
+    }
+}
+#endif
 #else
 #if defined(DT_VNNI)
 static inline I16 add_signed(I16 sum, Codes w, const char* x) { return add_codes(sum, {_mm512_xor_si512(w.v, _mm512_set1_epi8((char)128))}, x); }
@@ -235,8 +275,14 @@ template <class F, int FIRST, int END, int R>
 static DT_INLINE void sums_of(const char* codes, const char* x, const I16 (&less)[R], I16 (&sums)[R]) {
     constexpr int MIDDLE = middle_of<F>();
 #if DT_PAIRS
-    Pairs pairs[R];
-    add_steps_of<F, FIRST, FIRST, END, R>(codes, x, pairs, sums);
+#if defined(DT_SSE)
+    if constexpr (dovetail::signed_codes<F>() && is_unpacked<F>) add_signed_steps<F, R>(codes, x, sums);
+    else
+#endif
+    {
+        Pairs pairs[R];
+        add_steps_of<F, FIRST, FIRST, END, R>(codes, x, pairs, sums);
+    }
 #pragma GCC unroll 8
     for (int r = 0; MIDDLE > 0 && r < R; r++) sums[r] = iadd(sums[r], times_power(less[r], power_of(MIDDLE)));
 #else

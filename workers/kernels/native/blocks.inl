@@ -9,6 +9,19 @@
 // So a row has the same bytes whatever its neighbours, the threads and the instruction set are.
 #include "blocks.h"
 
+namespace DT_NS {
+
+// Packed x: numbers of four bytes of a row and block, and the byte where a step of a row of a tile begins.
+#if defined(DT_SSE)
+constexpr int64_t BLOCK_VALUES = 4 * dovetail::STEPS;
+constexpr int64_t input_at(int64_t step, int64_t row, int64_t) { return 4 * (step + BLOCK_VALUES * row); }
+#else
+constexpr int64_t BLOCK_VALUES = dovetail::STEPS + 4;
+constexpr int64_t input_at(int64_t step, int64_t row, int64_t rows) { return 4 * (step * rows + row); }
+#endif
+
+}  // namespace DT_NS
+
 #if defined(DT_AVX512) || defined(DT_AVX2) || defined(DT_NEON) || defined(DT_SSE)
 #define DT_LANES 1
 #include "block_sums.inl"
@@ -76,14 +89,10 @@ struct Walker {
 #endif
 
 // ---- packed x: for each tile and block the int8 values [step][row of the tile], then D, E, -X, and -X of the first 16 for each row. Without fused products
-// each row has all of this to itself, then D and E as doubles, D negative where sums might not be normal floats.
+// each row has all of this to itself, then D and E as doubles, D negative where sums might not be normal floats, and the values in 16 bits: 0 and 2 of each
+// step, and 1 and 3.
 
-#if defined(DT_SSE)
-constexpr int64_t BLOCK_VALUES = STEPS + 8;  // of four bytes, for each row
-#else
-constexpr int64_t BLOCK_VALUES = STEPS + 4;
-#endif
-constexpr int64_t BLOCKS_AHEAD = 6144;       // bytes from a block to its prefetch
+constexpr int64_t BLOCKS_AHEAD = 6144;  // bytes from a block to its prefetch
 
 #if defined(DT_AVX512)
 constexpr int BLOCK_ROWS = 8;
@@ -93,12 +102,7 @@ constexpr int BLOCK_ROWS = 16;
 constexpr int BLOCK_ROWS = DT_LANES ? 4 : 1;
 #endif
 
-struct BlockCut {
-    int64_t rows, tiles, blocks;
-    int64_t row(int64_t tile) const { return tile * rows / tiles; }
-    int64_t height(int64_t tile) const { return row(tile + 1) - row(tile); }
-    int64_t at(int64_t tile, int64_t block) const { return 4 * BLOCK_VALUES * (blocks * row(tile) + block * height(tile)); }
-};
+using BlockCut = TileCut<BLOCK_VALUES>;
 
 static inline BlockCut block_cut(const Matrix& m, int64_t rows) { return {rows, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, m.k / WIDTH}; }
 static inline int64_t block_x_bytes(const Matrix& m, int64_t rows) { return 4 * BLOCK_VALUES * (m.k / WIDTH) * rows; }
@@ -122,6 +126,9 @@ static void pack_block(const float* x, char* packed, int64_t height, int64_t row
     const bool normal = about[0] == 0 || (about[0] >= 0x1p-79f && about[0] <= 0x1p60f);
     const double wide[2] = {normal ? about[0] : -__builtin_fabs(about[0]), about[1]};
     memcpy(packed + 4 * (STEPS + 4), wide, sizeof wide);
+    int16_t pairs[2][WIDTH / 2];
+    for (int i = 0; i < WIDTH; i++) pairs[i % 2][i / 2] = (int16_t)values[i];
+    memcpy(packed + 4 * (STEPS + 8), pairs, sizeof pairs);
 #endif
 }
 
@@ -142,17 +149,6 @@ static void pack_blocks_of(const BlockCut& cut, const float* x, int64_t x_stride
 #if DT_LANES
 
 // ---- one tile: R rows, sixteen outputs, all blocks
-
-struct BlockRun {
-    const char* x;        // packed, of the tile
-    const char* packed;   // of the sixteen outputs
-    int64_t blocks;
-    float* y;             // of the tile's first row and the first output
-    int64_t y_stride;
-    int count;            // outputs
-    const float* bias;    // of them, or null
-    bool ahead;           // the memory fetches what comes next
-};
 
 template <class F, int R>
 static DT_INLINE void add_block(const char* codes, const Scale& scale, const char* x, F16 (&y)[R]) {
@@ -189,40 +185,25 @@ static DT_INLINE void add_block(const char* codes, const Scale& scale, const cha
     }
 }
 
-// Sixteen outputs of a row, or the first of them.
-static DT_INLINE void finish_row(F16 y, const float* bias, int count, float* to) {
-    if (bias != nullptr) y = add(y, count == LANES ? load(bias) : load_first(bias, count));
-    if (count == LANES) store(to, y);
-    else store_first(to, y, count);
-}
-
 #if defined(DT_SSE)
 
 // Without fused products: sums are doubles that hold floats, so nothing is converted between blocks. The integers of all rows come first, then their
 // products, since the processor has few of either under way at a time.
 
-template <class F, int STEP = 0>
-static DT_INLINE void unpack_codes(const char* codes, Codes* to) {
-    if constexpr (STEP < STEPS) {
-        to[STEP] = codes_of<F, STEP>(codes);
-#if defined(DT_AVX)
-        if constexpr (dovetail::signed_codes<F>()) to[STEPS + STEP] = sizes(to[STEP]);
-#endif
-        unpack_codes<F, STEP + 1>(codes, to);
-    }
-}
-
 // A row's sums of 32 inputs times their scale; where 16 share a scale, scaled sums of the first 16 and plain sums of the others.
-template <class F>
-static DT_INLINE void scaled_sums(const char* codes, const Scale& scale, const char* x, F16 (&to)[2]) {
+template <class F, int R>
+static DT_INLINE void scaled_sums(const char* codes, const Scale& scale, const char* x, F16 (*to)[2]) {
     constexpr bool HALVES = dovetail::by_sixteens(F::SCALES);
-    const int32_t* const less = (const int32_t*)(x + 4 * (STEPS + 2));
-    I16 sums[1];
-    sums_of<F, 0, HALVES ? STEPS / 2 : STEPS, 1>(codes, x, {iset1(less[HALVES])}, sums);
-    to[0] = mul(to_float(sums[0]), scale.w[0]);
+    I16 less[R], rest[R], sums[R];
+    for (int r = 0; r < R; r++) {
+        const int32_t* const own = (const int32_t*)(x + 4 * (BLOCK_VALUES * r + STEPS + 2));
+        less[r] = iset1(own[HALVES]), rest[r] = iset1(own[0] - own[1]);
+    }
+    sums_of<F, 0, HALVES ? STEPS / 2 : STEPS, R>(codes, x, less, sums);
+    for (int r = 0; r < R; r++) to[r][0] = mul(to_float(sums[r]), scale.w[0]);
     if constexpr (HALVES) {
-        sums_of<F, STEPS / 2, STEPS, 1>(codes, x, {iset1(less[0] - less[1])}, sums);
-        to[1] = to_float(sums[0]);
+        sums_of<F, STEPS / 2, STEPS, R>(codes, x, rest, sums);
+        for (int r = 0; r < R; r++) to[r][1] = to_float(sums[r]);
     }
 }
 
@@ -234,27 +215,48 @@ constexpr int AT_ONCE = 2;
 #endif
 struct Few { Doubles v[AT_ONCE]; };
 
+// What stands for a float: itself, 2^-29 of it, which saves a product, or itself where a, b and c made 2^-29 of it.
+enum Size { PLAIN, SMALL, GROWN };
+
 // a b + c, each rounded to a float, or `doubt` where that may be wrong.
-template <class A, class B>
+template <Size SIZE, class A, class B>
 static DT_INLINE Few fused(const A& a, const B& b, Few c, Doubt& doubt) {
-    Few large;
+    constexpr double LARGE = SIZE == GROWN ? 0x1p58 : 0x1p29;
 #pragma GCC unroll 4
     for (int i = 0; i < AT_ONCE; i++) c.v[i] = plus(times(a(i), b(i)), c.v[i]);
 #pragma GCC unroll 2
     for (int i = 0; i < AT_ONCE; i += 2) doubt = either(doubt, half_way(c.v[i], c.v[i + 1]));
     // A difference from 2^29 times as much has no bits below a float's, and is rounded to the even one of two.
 #pragma GCC unroll 4
-    for (int i = 0; i < AT_ONCE; i++) large.v[i] = times(c.v[i], all_of(0x1p29));
-#pragma GCC unroll 4
-    for (int i = 0; i < AT_ONCE; i++) c.v[i] = minus(large.v[i], c.v[i]);
-#pragma GCC unroll 4
-    for (int i = 0; i < AT_ONCE; i++) c.v[i] = minus(large.v[i], c.v[i]);
+    for (int i = 0; i < AT_ONCE; i++)
+        c.v[i] = SIZE == SMALL ? minus(c.v[i], times(c.v[i], all_of(1 - 0x1p-29))) : minus(times(c.v[i], all_of(LARGE)), times(c.v[i], all_of(LARGE - LARGE * 0x1p-29)));
     return c;
 }
 
+// The scales of a block for what follows: w 2^29 times as large where 16 inputs share it, and m in doubles, 2^-29 of it.
+template <class F>
+struct WideScale {
+    static constexpr bool HALVES = dovetail::by_sixteens(F::SCALES), MINIMA = dovetail::with_minima(F::SCALES);
+    F16 d;
+    Doubles dmin[4], more[2][4];
+    Scale scale;
+
+    DT_INLINE void take(const Walker<F>& walker, int64_t b) {
+        if (dovetail::scaled_twice(F::SCALES) && b % dovetail::SUPER == 0) {
+            d = HALVES ? mul(walker.d, set1(0x1p29f)) : walker.d;
+            for (int i = 0; MINIMA && i < 4; i++) dmin[i] = times(doubles(walker.dmin.v[i]), all_of(-0x1p-29));
+        }
+        scale = scale_of<F>(walker.at, d, walker.dmin);
+        for (int half = 0; adds<F>() && half <= HALVES; half++) {
+            const I16 minima = MINIMA ? bytes_of(walker.at + (HALVES ? 32 : 16) + 16 * half) : I16{};
+            for (int i = 0; i < 4; i++) more[half][i] = MINIMA ? times(doubles(minima.v[i]), dmin[i]) : times(doubles(scale.m[half].v[i]), all_of(0x1p-29));
+        }
+    }
+};
+
 // The products of a row. Returns false and leaves y unchanged where one needs the slower exact sum.
 template <class F>
-static DT_INLINE bool add_products(const F16 (&sums)[2], const Scale& scale, const Doubles (&more)[2][4], const char* x, Doubles (&y)[4]) {
+static DT_INLINE bool add_products(const F16 (&sums)[2], const F16 (&w)[2], const Doubles (&more)[2][4], const char* x, Doubles (&y)[4]) {
     constexpr bool HALVES = dovetail::by_sixteens(F::SCALES);
     const float* const factors = (const float*)(x + 4 * STEPS);
     const int32_t* const less = (const int32_t*)(factors + 2);
@@ -266,15 +268,13 @@ static DT_INLINE bool add_products(const F16 (&sums)[2], const Scale& scale, con
         Few p, s;
 #pragma GCC unroll 4
         for (int i = 0; i < AT_ONCE; i++) p.v[i] = doubles(sums[0].v[first + i]), s.v[i] = y[first + i];
-        if constexpr (HALVES)
-            p = fused([&](int i) { return doubles(sums[1].v[first + i]); }, [&](int i) { return doubles(scale.w[1].v[first + i]); }, p, exact);
-        s = fused([&](int i) { return p.v[i]; }, [&](int) { return all_of(wide[0]); }, s, doubt);
-        if constexpr (adds<F>() && !HALVES) s = fused([&](int i) { return more[0][first + i]; }, [&](int) { return all_of(wide[1]); }, s, doubt);
-        if constexpr (adds<F>() && HALVES) {
-            const float inputs[2] = {(float)-less[1], (float)(less[1] - less[0])};
-            s = fused([&](int i) { return more[0][first + i]; }, [&](int) { return all_of(factors[0] * inputs[0]); }, s, doubt);
-            s = fused([&](int i) { return more[1][first + i]; }, [&](int) { return all_of(factors[0] * inputs[1]); }, s, doubt);
-        }
+        if constexpr (HALVES) p = fused<SMALL>([&](int i) { return doubles(sums[1].v[first + i]); }, [&](int i) { return doubles(w[1].v[first + i]); }, p, exact);
+        s = fused<adds<F>() ? SMALL : PLAIN>([&](int i) { return p.v[i]; }, [&](int) { return all_of(wide[0]); }, s, doubt);
+        const float inputs[2] = {(float)-less[1], (float)(less[1] - less[0])};
+        const double first_factor = HALVES ? factors[0] * inputs[0] : wide[1];
+        if constexpr (adds<F>()) s = fused<GROWN>([&](int i) { return more[0][first + i]; }, [&](int) { return all_of(first_factor); }, s, doubt);
+        if constexpr (adds<F>() && HALVES)
+            s = fused<PLAIN>([&](int i) { return more[1][first + i]; }, [&](int) { return all_of(0x1p29 * (factors[0] * inputs[1])); }, s, doubt);
         found[first / AT_ONCE] = s;
     }
     if (__builtin_expect(any(doubt) || ((const int32_t*)wide)[1] < 0, 0)) return false;
@@ -283,22 +283,27 @@ static DT_INLINE bool add_products(const F16 (&sums)[2], const Scale& scale, con
     return true;
 }
 
-// Returns whether all sums are finite: add_products makes no number of an infinite one.
-template <class F>
-static __attribute__((noinline)) bool add_block_exactly(const char* codes, const Scale& scale, const char* x, Doubles (&y)[4]) {
+// Returns whether add_products may go on: it makes no number of an infinite one, and a positive zero of a negative one.
+template <class F, class Own>
+static __attribute__((noinline)) bool add_block_exactly(const char* codes, const Walker<F>& walker, const char* x, Doubles (&y)[4]) {
     F16 own[1];
     for (int i = 0; i < 4; i++) own[0].v[i] = floats(y[i]);
-    add_block<F, 1>(codes, scale, x, own);
+    add_block<Own, 1>(codes, scale_of<F>(walker.at, walker.d, walker.dmin), x, own);
+    uint32_t bits[LANES];
+    memcpy(bits, own, sizeof bits);
+    bool usual = true;
     for (int i = 0; i < 4; i++) y[i] = doubles(own[0].v[i]);
-    return !any_less(set1(0x1.fffffep127f), abs(own[0]));
+    for (uint32_t number : bits) usual &= number != 1u << 31 && number << 1 != 0xffu << 24;
+    return usual;
 }
 
 // MOST: one row, whose codes are used as they are unpacked, or up to BLOCK_ROWS.
 template <class F, int MOST>
-static void row_tile(int64_t rows, const BlockRun& run) {
+static void row_tile(int64_t rows, const TileRun& run) {
     constexpr int64_t BYTES = dovetail::part_block_bytes<F>();
     using Own = std::conditional_t<MOST == 1, F, Unpacked<F>>;
     Walker<F> walker(run.packed);
+    WideScale<F> scales;
     const char* x = run.x;
     Doubles y[MOST][4];
     F16 sums[MOST][2];
@@ -310,10 +315,8 @@ static void row_tile(int64_t rows, const BlockRun& run) {
         walker.begin(b);
         if (run.ahead)
             for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(walker.at + BLOCKS_AHEAD + line, 0, 3);
-        const Scale scale = scale_of<F>(walker.at, walker.d, walker.dmin);
-        Doubles more[2][4];
-        for (int half = 0; adds<F>() && half <= dovetail::by_sixteens(F::SCALES); half++)
-            for (int i = 0; i < 4; i++) more[half][i] = doubles(scale.m[half].v[i]);
+        scales.take(walker, b);
+        const Scale& scale = scales.scale;
         const bool wild = F::SCALES == dovetail::POWER && (any_less(scale.w[0], set1(0x1p-24f)) || any_less(set1(0x1p24f), scale.w[0]));
         const char* codes = walker.codes();
         Codes unpacked[2 * STEPS];
@@ -323,20 +326,23 @@ static void row_tile(int64_t rows, const BlockRun& run) {
             asm("" : "+r"(codes) : : "memory");  // reloaded from memory: there are more codes than registers
         }
         const auto row = [&](int64_t r) { return x + 4 * BLOCK_VALUES * r; };
-        for (int64_t r = 0; r < rows; r++) scaled_sums<Own>(codes, scale, row(r), sums[r]);
+        int64_t summed = 0;
+        if constexpr (MOST > 1)
+            for (; summed + 2 <= rows; summed += 2) scaled_sums<Own, 2>(codes, scale, row(summed), sums + summed);
+        if (summed < rows) scaled_sums<Own, 1>(codes, scale, row(summed), sums + summed);
         for (int64_t r = 0; r < rows; r++)
-            if (wild || !finite[r] || !add_products<Own>(sums[r], scale, more, row(r), y[r])) finite[r] = add_block_exactly<Own>(codes, scale, row(r), y[r]);
+            if (wild || !finite[r] || !add_products<Own>(sums[r], scale.w, scales.more, row(r), y[r])) finite[r] = add_block_exactly<F, Own>(codes, walker, row(r), y[r]);
         walker.end();
     }
     for (int64_t r = 0; r < rows; r++) {
         F16 own;
         for (int i = 0; i < 4; i++) own.v[i] = floats(y[r][i]);
-        finish_row(own, run.bias, run.count, run.y + r * run.y_stride);
+        run.finish(r, own);
     }
 }
 
 template <class F>
-static void run_block_tile(int64_t rows, const BlockRun& run) {
+static void run_block_tile(int64_t rows, const TileRun& run) {
     if (rows == 1) row_tile<F, 1>(1, run);
     else row_tile<F, BLOCK_ROWS>(rows, run);
 }
@@ -344,7 +350,7 @@ static void run_block_tile(int64_t rows, const BlockRun& run) {
 #else
 
 template <class F, int R>
-static void block_tile(const BlockRun& run) {
+static void block_tile(const TileRun& run) {
     constexpr int64_t BYTES = dovetail::part_block_bytes<F>();
     Walker<F> walker(run.packed);
     const char* x = run.x;
@@ -359,11 +365,11 @@ static void block_tile(const BlockRun& run) {
         walker.end();
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) finish_row(y[r], run.bias, run.count, run.y + r * run.y_stride);
+    for (int r = 0; r < R; r++) run.finish(r, y[r]);
 }
 
 template <class F, int R = BLOCK_ROWS>
-static void run_block_tile(int64_t rows, const BlockRun& run) {
+static void run_block_tile(int64_t rows, const TileRun& run) {
     if constexpr (R > 0) {
         if (rows == R) block_tile<F, R>(run);
         else run_block_tile<F, R - 1>(rows, run);
@@ -371,9 +377,6 @@ static void run_block_tile(int64_t rows, const BlockRun& run) {
 }
 
 // ---- blocks that several tiles go over: their codes are unpacked once, a few blocks at a time, which stay in the L1 cache meanwhile
-
-template <class F>
-struct Unpacked : F { static constexpr int BITS = 8; };
 
 struct UnpackedBlock {
     Scale scale;
@@ -392,14 +395,6 @@ constexpr int64_t SHARING = 0;
 #endif
 template <class F>
 constexpr bool shares_codes() { return SHARING > 0 && dovetail::scaled_twice(F::SCALES); }
-
-template <class F, int STEP = 0>
-static DT_INLINE void unpack_codes(const char* codes, Codes* to) {
-    if constexpr (STEP < STEPS) {
-        to[STEP] = codes_of<F, STEP>(codes);
-        unpack_codes<F, STEP + 1>(codes, to);
-    }
-}
 
 template <class F, int R = BLOCK_ROWS>
 static void add_unpacked(int64_t rows, const UnpackedBlock* blocks, int64_t count, const char* x, float* sums) {
@@ -490,18 +485,20 @@ static void int8_columns(const BlockPass& pass, const dovetail::Part& part, int6
     for (int64_t v = first; v < end; v++, packed += dovetail::vector_bytes_of<F>(cut.blocks)) {
         const int64_t column = part.first + v * LANES, left = part.count - v * LANES;
         const float* const bias = pass.matrix.bias == nullptr ? nullptr : pass.matrix.bias + column;
-        const int count = (int)(left < LANES ? left : LANES);
+        TileRun run = {pass.x, packed, cut.blocks, pass.y + column, pass.y_stride, left, bias, true};
 #if !defined(DT_SSE)
         if constexpr (shares_codes<F>())
             if (cut.tiles >= SHARING) {
                 alignas(64) float sums[CHUNK * LANES];
                 shared_tiles<F>(cut, pass.x, packed, sums);
-                for (int64_t r = 0; r < pass.rows; r++) finish_row(load(sums + r * LANES), bias, count, pass.y + r * pass.y_stride + column);
+                for (int64_t r = 0; r < pass.rows; r++) run.finish(r, load(sums + r * LANES));
                 continue;
             }
 #endif
-        for (int64_t t = 0; t < cut.tiles; t++)
-            run_block_tile<F>(cut.height(t), {pass.x + cut.at(t, 0), packed, cut.blocks, pass.y + cut.row(t) * pass.y_stride + column, pass.y_stride, count, bias, t == 0});
+        for (int64_t t = 0; t < cut.tiles; t++, run.ahead = false) {
+            run.x = pass.x + cut.at(t, 0), run.y = pass.y + cut.row(t) * pass.y_stride + column;
+            run_block_tile<F>(cut.height(t), run);
+        }
     }
 }
 

@@ -4,13 +4,6 @@
 
 namespace DT_NS {
 
-// Sixteen floats of which n are left: the lanes behind them are zeros, and are not written.
-static inline F16 take(const float* p, int64_t n) { return n >= LANES ? load(p) : load_first(p, (int)n); }
-static inline void put(float* p, F16 x, int64_t n) {
-    if (n >= LANES) store(p, x);
-    else store_first(p, x, (int)n);
-}
-
 // The first n lanes, and zeros.
 static inline F16 only(F16 x, int64_t n) {
     alignas(64) float t[LANES] = {};

@@ -147,11 +147,13 @@ static inline void add_steps(const char* block, const char* x, I16 (&sums)[R], s
 
 constexpr int64_t GROUP_VALUES = GROUP_STEPS + 3;  // of four bytes, for each row
 
-struct GroupCut {
-    int64_t rows, tiles, groups;
+// Tiles of rows; packed x has VALUES for each row and block.
+template <int64_t VALUES>
+struct TileCut {
+    int64_t rows, tiles, blocks;
     int64_t row(int64_t tile) const { return tile * rows / tiles; }
     int64_t height(int64_t tile) const { return row(tile + 1) - row(tile); }
-    int64_t at(int64_t tile, int64_t group) const { return 4 * GROUP_VALUES * (groups * row(tile) + group * height(tile)); }
+    int64_t at(int64_t tile, int64_t block) const { return 4 * VALUES * (blocks * row(tile) + block * height(tile)); }
 };
 
 static void pack_group(const float* x, int64_t count, char* packed, int64_t height, int64_t row, int middle) {
@@ -179,28 +181,29 @@ static void pack_group(const float* x, int64_t count, char* packed, int64_t heig
 
 // ---- one tile: R rows, sixteen outputs, all groups
 
-struct GroupRun {
+struct TileRun {
     const char* x;       // packed, of the tile
-    const char* blocks;  // of the sixteen outputs
-    int64_t groups;
+    const char* packed;  // of the sixteen outputs
+    int64_t blocks;
     float* y;            // of the tile's first row and the first output
-    int64_t y_stride;
-    int count;           // outputs
+    int64_t y_stride, count;  // outputs
     const float* bias;   // of them, or null
     bool ahead;          // the memory fetches what comes next
+
+    DT_INLINE void finish(int64_t row, F16 sums) const { put(y + row * y_stride, bias == nullptr ? sums : add(sums, take(bias, count)), count); }
 };
 
 constexpr int64_t GROUPS_AHEAD = 4096;  // bytes from a block to its prefetch
 
 template <int BITS, int R>
-static void group_tile(const GroupRun& run) {
+static void group_tile(const TileRun& run) {
     constexpr int64_t BYTES = dovetail::block_bytes(BITS);
     const char* x = run.x;
-    const char* block = run.blocks;
+    const char* block = run.packed;
     F16 y[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) y[r] = zero();
-    for (int64_t g = 0; g < run.groups; g++, block += BYTES, x += 4 * GROUP_VALUES * R) {
+    for (int64_t g = 0; g < run.blocks; g++, block += BYTES, x += 4 * GROUP_VALUES * R) {
         if (run.ahead)
             for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(block + GROUPS_AHEAD + line, 0, 3);
         const char* about = x + 4 * GROUP_STEPS * R;
@@ -215,13 +218,8 @@ static void group_tile(const GroupRun& run) {
             y[r] = fma(offset, set1(*(const float*)(about + 4 * (R + r))), y[r]);
         }
     }
-    const bool whole = run.count == LANES;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-        if (run.bias != nullptr) y[r] = add(y[r], whole ? load(run.bias) : load_first(run.bias, run.count));
-        if (whole) store(run.y + r * run.y_stride, y[r]);
-        else store_first(run.y + r * run.y_stride, y[r], run.count);
-    }
+    for (int r = 0; r < R; r++) run.finish(r, y[r]);
 }
 
 #if defined(DT_AVX512)
@@ -233,7 +231,7 @@ constexpr int GROUP_ROWS = 1;  // without registers to keep more in; the code of
 #endif
 
 template <int BITS, int R = GROUP_ROWS>
-static void run_group_tile(int64_t rows, const GroupRun& run) {
+static void run_group_tile(int64_t rows, const TileRun& run) {
     if constexpr (R > 0) {
         if (rows == R) group_tile<BITS, R>(run);
         else run_group_tile<BITS, R - 1>(rows, run);
@@ -244,11 +242,11 @@ static void run_group_tile(int64_t rows, const GroupRun& run) {
 
 template <int BITS>
 static void group_chunk(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
-    const GroupCut cut{rows, (rows + GROUP_ROWS - 1) / GROUP_ROWS, dovetail::groups_of(m.k)};
+    const TileCut<GROUP_VALUES> cut{rows, (rows + GROUP_ROWS - 1) / GROUP_ROWS, dovetail::groups_of(m.k)};
     char* const packed = (char*)dovetail::scratch(0, cut.at(cut.tiles, 0));
     auto pack = [&](int part, int parts) {
         for (int64_t t = 0; t < cut.tiles; t++)
-            for (int64_t g = cut.groups * part / parts; g < cut.groups * (part + 1) / parts; g++)
+            for (int64_t g = cut.blocks * part / parts; g < cut.blocks * (part + 1) / parts; g++)
                 for (int64_t r = 0; r < cut.height(t); r++)
                     pack_group(x + (cut.row(t) + r) * x_stride + g * GROUP, m.k - g * GROUP < GROUP ? m.k - g * GROUP : GROUP, packed + cut.at(t, g), cut.height(t), r, 1 << (BITS - 1));
     };
@@ -258,10 +256,9 @@ static void group_chunk(const Matrix& m, const float* x, int64_t x_stride, float
     in_pieces(vectors, [&](int64_t from, int64_t to) {
         for (int64_t v = from; v < to; v++) {
             const int64_t column = v * LANES;
-            const int count = (int)(m.n - column < LANES ? m.n - column : LANES);
             const char* blocks = dovetail::blocks_at(m, v);
             for (int64_t t = 0; t < cut.tiles; t++)
-                run_group_tile<BITS>(cut.height(t), {packed + cut.at(t, 0), blocks, cut.groups, y + cut.row(t) * y_stride + column, y_stride, count,
+                run_group_tile<BITS>(cut.height(t), {packed + cut.at(t, 0), blocks, cut.blocks, y + cut.row(t) * y_stride + column, y_stride, m.n - column,
                                                      m.bias == nullptr ? nullptr : m.bias + column, t == 0});
         }
     });

@@ -222,6 +222,7 @@ static __attribute__((noinline)) __m128 fused_exactly(__m128 a, __m128 b, __m128
 using Doubles = __m256d;  // of four lanes
 using Doubt = __m256;
 static DT_INLINE Doubles doubles(__m128 a) { return _mm256_cvtps_pd(a); }
+static DT_INLINE Doubles doubles(__m128i a) { return _mm256_cvtepi32_pd(a); }
 static DT_INLINE Doubles all_of(double a) { return _mm256_set1_pd(a); }
 static DT_INLINE Doubles plus(Doubles a, Doubles b) { return _mm256_add_pd(a, b); }
 static DT_INLINE Doubles minus(Doubles a, Doubles b) { return _mm256_sub_pd(a, b); }
@@ -238,6 +239,7 @@ static DT_INLINE bool any(Doubt a) { return _mm256_movemask_ps(a) != 0; }
 struct Doubles { __m128d a, b; };
 using Doubt = __m128i;
 static DT_INLINE Doubles doubles(__m128 a) { return {_mm_cvtps_pd(a), _mm_cvtps_pd(_mm_movehl_ps(a, a))}; }
+static DT_INLINE Doubles doubles(__m128i a) { return {_mm_cvtepi32_pd(a), _mm_cvtepi32_pd(_mm_unpackhi_epi64(a, a))}; }
 static DT_INLINE Doubles all_of(double a) { return {_mm_set1_pd(a), _mm_set1_pd(a)}; }
 static DT_INLINE Doubles plus(Doubles a, Doubles b) { return {_mm_add_pd(a.a, b.a), _mm_add_pd(a.b, b.b)}; }
 static DT_INLINE Doubles minus(Doubles a, Doubles b) { return {_mm_sub_pd(a.a, b.a), _mm_sub_pd(a.b, b.b)}; }
@@ -327,6 +329,13 @@ static inline void store_first(float* p, F16 a, int n) {
     for (int i = 0; i < n; i++) p[i] = t[i];
 }
 #endif
+
+// Sixteen floats of which n are left: the lanes behind them are zeros, and are not written.
+static inline F16 take(const float* p, int64_t n) { return n >= LANES ? load(p) : load_first(p, (int)n); }
+static inline void put(float* p, F16 x, int64_t n) {
+    if (n >= LANES) store(p, x);
+    else store_first(p, x, (int)n);
+}
 
 // One number of a cache.
 static inline float widen_one(float x) { return x; }

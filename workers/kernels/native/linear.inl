@@ -283,24 +283,21 @@ template <int KIND>
 static void finish(const Pass& pass, int64_t column, int64_t width, const float* sums) {
     const Matrix& m = pass.matrix;
     for (int64_t c = 0; c < width; c += LANES, column += LANES) {
-        const int count = (int)(m.n - column < LANES ? m.n - column : LANES);
-        const bool whole = count == LANES;
+        const int64_t count = m.n - column;
         F16 scales = zero(), bias = zero();
         I16 start = iset1(0);
         if constexpr (KIND == dovetail::INT8) {
-            scales = whole ? load(m.scales + column) : load_first(m.scales + column, count);
+            scales = take(m.scales + column, count);
             if constexpr (Step<KIND>::OFFSET != 0) start = load_int((const float*)dovetail::column_starts(m) + column);
         }
-        if (m.bias != nullptr) bias = whole ? load(m.bias + column) : load_first(m.bias + column, count);
+        if (m.bias != nullptr) bias = take(m.bias + column, count);
         for (int64_t r = 0; r < pass.cut.rows; r++) {
             const float* sum = sums + r * PANEL + c;
             F16 value;
             if constexpr (KIND == dovetail::INT8) value = mul(to_float(iadd(load_int(sum), start)), mul(set1(pass.row_scales[r]), scales));
             else value = load(sum);
             if (m.bias != nullptr) value = add(value, bias);
-            float* y = pass.y + r * pass.y_stride + column;
-            if (whole) store(y, value);
-            else store_first(y, value, count);
+            put(pass.y + r * pass.y_stride + column, value, count);
         }
     }
 }

@@ -73,8 +73,7 @@ double sse_fma(int64_t rounds) { return fused_by_doubles<__m128d>(rounds); }
 __attribute__((target("avx"))) double avx_fma(int64_t rounds) { return fused_by_doubles<__m256d>(rounds); }
 
 __attribute__((target("ssse3"))) double sse_int8(int64_t rounds) {
-    __m128i sums[CHAINS], a = _mm_set1_epi8(3), b = _mm_set1_epi8(4), ones = _mm_set1_epi16(1);
-    for (auto& sum : sums) sum = _mm_setzero_si128();
+    __m128i sums[CHAINS] = {}, a = _mm_set1_epi8(3), b = _mm_set1_epi8(4), ones = _mm_set1_epi16(1);
     for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) {
@@ -87,8 +86,7 @@ __attribute__((target("ssse3"))) double sse_int8(int64_t rounds) {
 }
 
 __attribute__((target("avx2,fma"))) double avx2_fma(int64_t rounds) {
-    __m256 sums[CHAINS], half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(1.0f);
-    for (auto& sum : sums) sum = _mm256_setzero_ps();
+    __m256 sums[CHAINS] = {}, half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(1.0f);
     for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) sums[c] = _mm256_fmadd_ps(sums[c], half, one);
@@ -99,8 +97,7 @@ __attribute__((target("avx2,fma"))) double avx2_fma(int64_t rounds) {
 
 // Without VNNI: pairs of bytes to 16 bits, pairs of those to 32, and the sum.
 __attribute__((target("avx2"))) double avx2_int8(int64_t rounds) {
-    __m256i sums[CHAINS], a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(4), ones = _mm256_set1_epi16(1);
-    for (auto& sum : sums) sum = _mm256_setzero_si256();
+    __m256i sums[CHAINS] = {}, a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(4), ones = _mm256_set1_epi16(1);
     for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) {
@@ -113,8 +110,7 @@ __attribute__((target("avx2"))) double avx2_int8(int64_t rounds) {
 }
 
 __attribute__((target("avx512f"))) double avx512_fma(int64_t rounds) {
-    __m512 sums[CHAINS], half = _mm512_set1_ps(0.5f), one = _mm512_set1_ps(1.0f);
-    for (auto& sum : sums) sum = _mm512_setzero_ps();
+    __m512 sums[CHAINS] = {}, half = _mm512_set1_ps(0.5f), one = _mm512_set1_ps(1.0f);
     for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) sums[c] = _mm512_fmadd_ps(sums[c], half, one);
@@ -124,8 +120,7 @@ __attribute__((target("avx512f"))) double avx512_fma(int64_t rounds) {
 }
 
 __attribute__((target("avx512f,avx512bw"))) double avx512_int8(int64_t rounds) {
-    __m512i sums[CHAINS], a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(4), ones = _mm512_set1_epi16(1);
-    for (auto& sum : sums) sum = _mm512_setzero_si512();
+    __m512i sums[CHAINS] = {}, a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(4), ones = _mm512_set1_epi16(1);
     for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) {
@@ -138,8 +133,7 @@ __attribute__((target("avx512f,avx512bw"))) double avx512_int8(int64_t rounds) {
 }
 
 __attribute__((target("avx512f,avx512vnni"))) double vnni_int8(int64_t rounds) {
-    __m512i sums[CHAINS], a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(4);
-    for (auto& sum : sums) sum = _mm512_setzero_si512();
+    __m512i sums[CHAINS] = {}, a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(4);
     for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) sums[c] = _mm512_dpbusd_epi32(sums[c], a, b);
@@ -149,8 +143,7 @@ __attribute__((target("avx512f,avx512vnni"))) double vnni_int8(int64_t rounds) {
 }
 
 __attribute__((target("avx512f,avx512bf16"))) double avx512_bf16(int64_t rounds) {
-    __m512 sums[CHAINS];
-    for (auto& sum : sums) sum = _mm512_setzero_ps();
+    __m512 sums[CHAINS] = {};
     const __m512bh a = _mm512_cvtne2ps_pbh(_mm512_set1_ps(0.5f), _mm512_set1_ps(0.5f));
     for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
@@ -161,8 +154,7 @@ __attribute__((target("avx512f,avx512bf16"))) double avx512_bf16(int64_t rounds)
 }
 
 __attribute__((target("avx2"))) void avx2_read(const char* from, int64_t bytes) {
-    __m256i sums[8];
-    for (auto& sum : sums) sum = _mm256_setzero_si256();
+    __m256i sums[8] = {};
     for (int64_t at = 0; at + 256 <= bytes; at += 256) {
         for (int line = 0; line < 4; line++) _mm_prefetch(from + at + 2048 + line * 64, _MM_HINT_T0);
 #pragma GCC unroll 8
@@ -172,8 +164,7 @@ __attribute__((target("avx2"))) void avx2_read(const char* from, int64_t bytes) 
 }
 
 __attribute__((target("avx512f"))) void avx512_read(const char* from, int64_t bytes) {
-    __m512i sums[8];
-    for (auto& sum : sums) sum = _mm512_setzero_si512();
+    __m512i sums[8] = {};
     for (int64_t at = 0; at + 512 <= bytes; at += 512) {
         for (int line = 0; line < 8; line++) _mm_prefetch(from + at + 4096 + line * 64, _MM_HINT_T0);
 #pragma GCC unroll 8
@@ -185,8 +176,7 @@ __attribute__((target("avx512f"))) void avx512_read(const char* from, int64_t by
 #elif defined(__aarch64__)
 
 double neon_fma(int64_t rounds) {
-    float32x4_t sums[CHAINS], half = vdupq_n_f32(0.5f), one = vdupq_n_f32(1.0f);
-    for (auto& sum : sums) sum = vdupq_n_f32(0.0f);
+    float32x4_t sums[CHAINS] = {}, half = vdupq_n_f32(0.5f), one = vdupq_n_f32(1.0f);
     for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) sums[c] = vfmaq_f32(one, sums[c], half);
@@ -197,9 +187,8 @@ double neon_fma(int64_t rounds) {
 
 // Without the dot product of newer cores: bytes to 16 bits, and pairs of those onto the sum.
 double neon_int8(int64_t rounds) {
-    int32x4_t sums[CHAINS];
+    int32x4_t sums[CHAINS] = {};
     int8x8_t a = vdup_n_s8(3), b = vdup_n_s8(4);
-    for (auto& sum : sums) sum = vdupq_n_s32(0);
     for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) {
