@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import Rare
+from dovetail.launch.console.options import rare
 from dovetail.protocol.errors import RequestError, UserError
 from dovetail.protocol.settings import template_values
 from dovetail.runtime.client import Client
@@ -23,14 +23,14 @@ def _read(_context: click.Context, _option: click.Parameter, text: str) -> Mappi
         raise UserError(f"{FLAG} {text!r}: {error}") from None
 
 
-template_option = click.option(
+template_option = rare(
     FLAG,
     "template",
     metavar="JSON",
     default="",
     callback=_read,
-    cls=Rare,
     help="Values for the target's chat template, such as '{\"enable_thinking\": false}'.",
+    show_default=False,
 )
 
 

@@ -54,8 +54,8 @@ from dovetail.launch.bench.sweep import (
 )
 from dovetail.launch.bench.table import COLUMNS, SWEPT, show, show_notes
 from dovetail.launch.bench.turns import Cell, measure
-from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
+from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import COUNT, FILE, json_instead_of, rare, seed_option
 from dovetail.launch.console.terminal import explained
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
@@ -109,26 +109,19 @@ COMPARING = {
     help="Can be repeated.  [default: sampling.temperature]",
 )
 @click.option("--limit", type=COUNT, help="Prompts taken of each set.  [default: all]")
-@click.option(
-    "--repeat",
-    type=COUNT,
-    default=1,
-    show_default=True,
-    cls=Rare,
-    help="Times that every prompt is measured with every method.",
+@rare(
+    "--repeat", type=COUNT, default=1, help="Times that every prompt is measured with every method."
 )
 @seed_option("Seed of every reply and of the bootstrap.")
-@click.option(
+@rare(
     "--sweep",
     type=click.Choice(tuple(VALUES)),
-    cls=Rare,
     help="Measure every method that drafts over this size of its tree (of a beam, gamma "
     "follows depth).",
 )
-@click.option(
+@rare(
     "--values",
     metavar="N,N,...",
-    cls=Rare,
     help="The values of --sweep.  [default: "
     f"{'; '.join(f'{name}: {values}' for name, values in VALUES.items())}]",
 )
@@ -138,49 +131,37 @@ COMPARING = {
     help="Measure a server over HTTP instead, our own or any other (--url), with this many "
     f"requests at once: throughput and latencies.  [default with --url: {DEFAULT_LEVELS}]",
 )
-@click.option(
+@rare(
     "--url",
     metavar="URL",
-    cls=Rare,
     help="The server of --concurrency, any that speaks the OpenAI API.  [default: one that is "
     "started here]",
 )
-@click.option(
+@rare(
     "--requests",
     type=COUNT,
-    cls=Rare,
     help=f"Requests at each --concurrency and with each method.  [default: {DEFAULT_REQUESTS}]",
 )
-@click.option(
+@rare(
     "--plot",
     type=FILE,
-    cls=Rare,
     help="Draw the speed-ups, or the curves of --sweep or --concurrency, into this SVG file.",
 )
-@click.option(
-    "--csv",
-    "table",
-    type=FILE,
-    cls=Rare,
-    help="Write a line a method, set and temperature to this file.",
-)
-@click.option(
+@rare("--csv", "table", type=FILE, help="Write a line a method, set and temperature to this file.")
+@rare(
     "--llama-python",
     type=click.Path(path_type=Path),
-    cls=Rare,
     help="The Python that has llama-cpp-python and gguf, for --method llama.cpp.  [default: ours]",
 )
-@click.option(
+@rare(
     "--llama-server",
     type=click.Path(path_type=Path),
-    cls=Rare,
     help="llama-server, for --method llama-server; without --method a GGUF target is compared with "
     "it.  [default: that of the PATH]",
 )
-@click.option(
+@rare(
     "--out",
     type=FILE,
-    cls=Rare,
     help="Save every reply in this file, and the JSON object at its end; an interrupted run "
     "is continued from there.",
 )

@@ -18,8 +18,8 @@ import click
 
 from dovetail.launch.bench.load.request import PLAIN_PATH, ask
 from dovetail.launch.bench.load.served import PLAIN, served
-from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, FILE, Number, json_instead_of
+from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import COUNT, FILE, Number, json_instead_of, option, rare
 from dovetail.launch.console.terminal import note, progress_bar
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.directory import profile_path, writable_profile_path
@@ -71,20 +71,14 @@ REPLIES, MOST_TOKENS = 3, 64
     multiple=True,
     help="Rows in the cache; can be repeated.  [default: a quarter of 512, 512, 4 x 512]",
 )
-@click.option(
+@option(
     "--seconds",
     type=Number(min=0.1, max=MOST_SECONDS),
     default=SECONDS,
-    show_default=True,
     help="About how long to measure passes.",
 )
 @click.option("--plot", type=FILE, help="Draw T_V and its limit over the rows into this SVG file.")
-@click.option(
-    "--keep-anyway",
-    is_flag=True,
-    cls=Rare,
-    help="Save the figures even if other programs were busy.",
-)
+@rare("--keep-anyway", is_flag=True, help="Save the figures even if other programs were busy.")
 @json_instead_of("tables")
 @settings_flags("target", "draft")
 def command(

@@ -16,10 +16,7 @@ from dovetail.launch.extras import extra, installed
 from dovetail.launch.files.directory import announced, journal_path, remove_old_journals
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
-from dovetail.launch.processes.child import (
-    handle_signals,
-    name_process,
-)
+from dovetail.launch.processes.child import handle_signals, name_process
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option
+from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option, option, rare
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.processes.preflight import check_model
@@ -47,80 +47,53 @@ if TYPE_CHECKING:
     required=True,
     help="The folder to write; an interrupted run is continued.",
 )
-@click.option(
+@rare(
     "--taps",
     default="auto",
-    show_default=True,
-    cls=Rare,
     help="Layers whose input is stored with the last state: auto (EAGLE-3's), none, or such "
     "as 2,4,5.",
 )
-@click.option(
+@rare(
     "--context",
     type=click.IntRange(min=2),
-    cls=Rare,
     help="Tokens of the longest sequence.  [default: the target's context]",
 )
-@click.option(
-    "--long",
-    type=click.Choice(("cut", "drop")),
-    default="cut",
-    show_default=True,
-    cls=Rare,
-    help="What to do with longer ones.",
+@rare(
+    "--long", type=click.Choice(("cut", "drop")), default="cut", help="What to do with longer ones."
 )
-@click.option(
+@rare(
     "--dtype",
     type=click.Choice(("float16", "bfloat16")),
-    cls=Rare,
     help="Type of the stored states.  [default: bfloat16 if the checkpoint is, else float16]",
 )
-@click.option(
-    "--weights",
-    default="fp32",
-    show_default=True,
-    help="Weights of the target: fp32 or half; choose half on a GPU.",
+@option(
+    "--weights", default="fp32", help="Weights of the target: fp32 or half; choose half on a GPU."
 )
-@click.option(
-    "--device", default="cpu", show_default=True, help="Where the target computes: cpu or cuda:N."
-)
+@option("--device", default="cpu", help="Where the target computes: cpu or cuda:N.")
 @click.option(
     "--regenerate",
     is_flag=True,
     help="Let the target write the answers itself first; they are saved in OUT.answers.jsonl.",
 )
-@click.option(
+@rare(
     "--temperature",
     "temperatures",
     type=Number(0, 100),
     multiple=True,
     default=(0.0, 1.0),
-    show_default=True,
-    cls=Rare,
     help="Temperatures at which it writes them.",
 )
-@click.option(
-    "--new-tokens",
-    type=COUNT,
-    default=1024,
-    show_default=True,
-    cls=Rare,
-    help="Tokens of the longest answer that it writes.",
-)
-@click.option(
+@rare("--new-tokens", type=COUNT, default=1024, help="Tokens of the longest answer that it writes.")
+@rare(
     "--sessions",
     type=click.IntRange(1, 512),
     default=64,
-    show_default=True,
-    cls=Rare,
     help="How many answers it writes at a time.",
 )
-@click.option(
+@rare(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
     default=0,
-    show_default=True,
-    cls=Rare,
     help="Seed of the answers at temperatures above 0.",
 )
 @json_option()

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from dovetail.launch.chat.templates import FLAG, template_option
-from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import FILE, SEED, connect_option, json_option
+from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import FILE, SEED, connect_option, json_option, rare
 from dovetail.launch.console.terminal import failure_told, note
 from dovetail.launch.decoding.batch import decode_file
 from dovetail.launch.decoding.request import Wish, check_stops, read_prompt, tell_what_travels
@@ -53,37 +53,22 @@ from dovetail.protocol.noise import random_seed
     help='File for the replies, one {"id", "results"} per line; prompts that it already '
     "answers are skipped.",
 )
-@click.option(
+@rare(
     "--parallel",
     type=click.IntRange(1, 64),
     default=1,
-    show_default=True,
-    cls=Rare,
     help="Prompts of a file that are decoded at a time.",
 )
-@click.option(
-    "--raw", is_flag=True, cls=Rare, help="Continue the text as it is, without the chat template."
-)
+@rare("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @click.option("--seed", type=SEED, help="Sampling seed.  [default: a random one, reported]")
-@click.option(
+@rare(
     "--stop",
     multiple=True,
     metavar="TEXT",
-    cls=Rare,
     help="Text before which the reply ends; can be given several times.",
 )
-@click.option(
-    "--trace",
-    type=FILE,
-    cls=Rare,
-    help="Write the time line of all processes, for ui.perfetto.dev.",
-)
-@click.option(
-    "--record",
-    type=FILE,
-    cls=Rare,
-    help="File for a line per round: offered, verified, accepted, times.",
-)
+@rare("--trace", type=FILE, help="Write the time line of all processes, for ui.perfetto.dev.")
+@rare("--record", type=FILE, help="File for a line per round: offered, verified, accepted, times.")
 @template_option
 @json_option("The result as one JSON object on stdout.")
 @settings_flags(*HERE, shown=(*DEMONSTRATED, "coordinator.keys"))

@@ -20,11 +20,7 @@ from dovetail.launch.cli import installed_version
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import connect_option, parent_option
-from dovetail.launch.processes.child import (
-    claim_stdout,
-    handle_signals,
-    name_process,
-)
+from dovetail.launch.processes.child import claim_stdout, handle_signals, name_process
 from dovetail.launch.processes.connection import ahead_of, call_model, only_coordinator
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.processes.preflight import MORE_FILES, check_files

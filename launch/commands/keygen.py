@@ -5,19 +5,14 @@ from pathlib import Path
 import click
 
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import option
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.keys import COORDINATOR, ROLES, generate_keys, generate_peer, revoke, rotate
 
 
 @click.command(cls=HelpCommand)
-@click.option(
-    "--out",
-    type=OUT_FOLDER,
-    default=Path("keys"),
-    show_default=True,
-    help="Folder of the deployment's keys.",
-)
+@option("--out", type=OUT_FOLDER, default=Path("keys"), help="Folder of the deployment's keys.")
 @click.option("--name", help="Add one more peer of this name.")
 @click.option(
     "--role",

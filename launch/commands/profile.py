@@ -13,13 +13,14 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import (
     COUNT,
     FILE,
     Number,
     connect_option,
     json_instead_of,
+    rare,
     seed_option,
 )
 from dovetail.launch.console.terminal import (
@@ -77,20 +78,18 @@ WORDS = {
 @click.option(
     "--prompts", "file", type=FILE, help="File of prompts; the first turn of each is decoded."
 )
-@click.option(
+@rare(
     "--limit",
     type=COUNT,
-    cls=Rare,
     help=f"Prompts taken of the file.  [default: all; {SHIPPED} of the shipped ones]",
 )
 @connect_option(
     "What to watch, or to run prompts on; a URL: of this machine.  [default: processes of our own]",
     "ADDRESS|URL",
 )
-@click.option(
+@rare(
     "--seconds",
     type=Number(0.5, 3600.0),
-    cls=Rare,
     help=f"With --connect: how long to watch where no prompts are given.  [default: {SECONDS:g}]",
 )
 @seed_option("Seed of the replies.")

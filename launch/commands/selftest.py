@@ -21,8 +21,8 @@ from dovetail.launch.checks.agreement import (
     card_cells,
     measure_card,
 )
-from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, FILE, connect_option, json_option
+from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import COUNT, FILE, connect_option, json_option, option, rare
 from dovetail.launch.console.terminal import first_failure, note, print_table, progress_bar
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import LOSSY, Connection, connected, is_lossy
@@ -100,11 +100,10 @@ class Check:
     "The coordinator to test.  [default: the only one of this user, else one that is started here]"
 )
 @click.option("--prompts", type=FILE, help="File of prompts.  [default: the demonstration's]")
-@click.option("--limit", type=COUNT, default=3, show_default=True, help="Number of prompts taken.")
-@click.option(
+@option("--limit", type=COUNT, default=3, help="Number of prompts taken.")
+@rare(
     "--text-tokens",
     type=click.IntRange(min=0),
-    cls=Rare,
     help="Tokens of the text that is compared with transformers; 0: none is.  [default: past "
     "what the configuration names, 256 to 2064]",
 )

@@ -21,7 +21,7 @@ import click
 
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
-from dovetail.launch.console.options import json_option
+from dovetail.launch.console.options import json_option, option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.extras import extra
 from dovetail.launch.processes import preflight
@@ -53,11 +53,10 @@ ANYWHERE = ("0.0.0.0", "[::]")  # hosts that mean all addresses of a machine
 
 @click.command(cls=HelpCommand)
 @json_option("When all is ready, one JSON object on stdout: url, address, pid, pids.")
-@click.option(
+@option(
     "--engine",
     type=click.Choice(["local", "ray"]),
     default="local",
-    show_default=True,
     help="Where the processes run: on this machine, or on the nodes of a Ray cluster (--ray.*).",
 )
 @settings_flags(

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.bench.turns import loop_begins
-from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
+from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import COUNT, FILE, json_instead_of, rare, seed_option
 from dovetail.launch.console.terminal import note, print_table, progress_bar, spinner
 from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.files.outputs import check_output, continued
@@ -68,7 +68,7 @@ class Reply:
     type=FILE,
     help="Keep the rounds in this file; a second run continues from it.",
 )
-@click.option("--limit", type=COUNT, cls=Rare, help="Prompts taken of the file.  [default: all]")
+@rare("--limit", type=COUNT, help="Prompts taken of the file.  [default: all]")
 @seed_option("Seed of every reply.")
 @click.option(
     "--plot", type=FILE, help="Draw rank over entropy, with the bins, into this SVG file."

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.network_notice import leaves_the_machine
-from dovetail.launch.console.options import connect_option, json_option
+from dovetail.launch.console.options import connect_option, json_option, rare
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.directory import WorkerNote, announcements
 from dovetail.launch.machine.fit import check_memory, nodes_of
@@ -75,11 +75,7 @@ LOCAL = (*PLACED, "target.isa", "draft.isa", "memory.", STUCK)
 @click.option(
     "--beside", is_flag=True, help="Replace no worker: the new one joins the present ones."
 )
-@click.option(
-    "--name",
-    cls=Rare,
-    help="Name of the new worker in `dovetail status`.  [default: one that is free]",
-)
+@rare("--name", help="Name of the new worker in `dovetail status`.  [default: one that is free]")
 @click.option(
     "--print",
     "elsewhere",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option
+from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option, option, rare
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.training.heads import head_commands
 from dovetail.launch.training.progress import show_progress, tell
@@ -65,68 +65,26 @@ for head_command in head_commands():
     required=True,
     help="The folder to write; an unfinished run next to it is resumed.",
 )
-@click.option(
-    "--minutes",
-    type=Number(min=0, min_open=True),
-    default=10.0,
-    show_default=True,
-    help="How long to train.",
-)
-@click.option(
+@option("--minutes", type=Number(min=0, min_open=True), default=10.0, help="How long to train.")
+@rare(
     "--compile/--no-compile",
     "compiled",
     default=False,
-    cls=Rare,
     help="Compile the step: slower to begin, then faster. On a CPU it needs a C++ compiler.",
+    show_default=False,
 )
-@click.option(
+@option(
     "--seed",
     type=int,
     default=0,
-    show_default=True,
     help="Seed of the weights, of the order of the text and of the target's replies.",
 )
-@click.option(
-    "--hidden",
-    type=click.IntRange(min=8),
-    default=128,
-    show_default=True,
-    cls=Rare,
-    help="Width of a new model.",
-)
-@click.option(
-    "--layers", type=COUNT, default=2, show_default=True, cls=Rare, help="Layers of a new model."
-)
-@click.option(
-    "--heads",
-    type=COUNT,
-    default=4,
-    show_default=True,
-    cls=Rare,
-    help="Attention heads of a new model.",
-)
-@click.option(
-    "--kv-heads",
-    type=COUNT,
-    default=2,
-    show_default=True,
-    cls=Rare,
-    help="Key and value heads of a new model.",
-)
-@click.option(
-    "--mlp",
-    type=click.IntRange(min=8),
-    default=352,
-    show_default=True,
-    cls=Rare,
-    help="Width of the MLP of a new model.",
-)
-@click.option(
-    "--max-parameters",
-    type=COUNT,
-    cls=Rare,
-    help="Refuse a new model with more parameters than this.",
-)
+@rare("--hidden", type=click.IntRange(min=8), default=128, help="Width of a new model.")
+@rare("--layers", type=COUNT, default=2, help="Layers of a new model.")
+@rare("--heads", type=COUNT, default=4, help="Attention heads of a new model.")
+@rare("--kv-heads", type=COUNT, default=2, help="Key and value heads of a new model.")
+@rare("--mlp", type=click.IntRange(min=8), default=352, help="Width of the MLP of a new model.")
+@rare("--max-parameters", type=COUNT, help="Refuse a new model with more parameters than this.")
 @json_option()
 def small_command(
     *,

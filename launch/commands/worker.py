@@ -9,19 +9,14 @@ from contextlib import nullcontext
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import keep_stderr_short, remove_stderr
-from dovetail.launch.console.options import Number, connect_option, parent_option
+from dovetail.launch.console.options import Number, connect_option, parent_option, rare
 from dovetail.launch.console.terminal import note
 from dovetail.launch.machine.binding import Binding, Place, bind
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
-from dovetail.launch.processes.child import (
-    LET_GO,
-    ending_at_once,
-    handle_signals,
-    name_process,
-)
+from dovetail.launch.processes.child import LET_GO, ending_at_once, handle_signals, name_process
 from dovetail.launch.processes.connection import call_model, only_coordinator
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.processes.nursery import thread_environment
@@ -63,20 +58,18 @@ RECONNECT_S = 300.0
     help="Cores to bind to, such as 0,2-3; for a target in two shards 0-3/4-7.  "
     "[default: not bound]",
 )
-@click.option(
+@rare(
     "--memory-nodes",
     metavar="LIST",
     default="",
-    cls=Rare,
     help="Memory nodes to take memory from, with --cores; one for each shard.  "
     "[default: not bound]",
+    show_default=False,
 )
-@click.option(
+@rare(
     "--reconnect-s",
     type=Number(min=0.0),
     default=RECONNECT_S,
-    show_default=True,
-    cls=Rare,
     help="How long to look for a coordinator that was lost; the model stays loaded meanwhile.",
 )
 @click.option("--name", help="Name of this worker in `dovetail status`.  [default: its role]")

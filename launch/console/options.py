@@ -17,6 +17,16 @@ SEED = click.IntRange(0, (1 << 63) - 1)
 Decorator = Callable[[Any], Any]
 
 
+def option(*names: str, **fields: Any) -> Decorator:
+    """Return `click.option` with its default shown, if there is one."""
+    return click.option(*names, **{"show_default": "default" in fields, **fields})
+
+
+def rare(*names: str, **fields: Any) -> Decorator:
+    """Return an option that `--help` leaves to `--help-all`."""
+    return option(*names, cls=Rare, **fields)
+
+
 def json_option(text: str = "One JSON object on stdout.") -> Decorator:
     """`--json`, as the parameter `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help=text)
@@ -41,7 +51,7 @@ parent_option = click.option(
 
 def seed_option(text: str) -> Decorator:
     """`--seed`, 0 by default."""
-    return click.option("--seed", type=SEED, default=0, show_default=True, cls=Rare, help=text)
+    return rare("--seed", type=SEED, default=0, help=text)
 
 
 class Number(click.FloatRange):

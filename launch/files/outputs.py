@@ -27,11 +27,8 @@ class _Folder(click.Path):
         return super().convert(value, param, ctx)
 
 
-FOREIGN = (
-    *(ValueError, KeyError, TypeError, AttributeError),
-    *(OverflowError, RecursionError),
-)
-"""Exceptions of parsing a line that was not written by us."""
+FOREIGN = (*(ValueError, KeyError, TypeError, AttributeError), *(OverflowError, RecursionError))
+"""What reading a line raises that is not one of ours."""
 
 OUT_FOLDER = _Folder(file_okay=False, path_type=Path)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option
+from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option, option, rare
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.training.progress import tell
 from dovetail.launch.training.run import Wish, train_head
@@ -65,78 +65,56 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         "--minutes", type=Number(min=0, min_open=True), help="How long to train.  [default: 10]"
     ),
     click.option("--steps", type=COUNT, help="How many steps to train instead."),
-    click.option(
-        "--seed",
-        type=int,
-        default=0,
-        show_default=True,
-        help="Seed of the weights and of the order of the data.",
-    ),
-    click.option(
+    option("--seed", type=int, default=0, help="Seed of the weights and of the order of the data."),
+    option(
         "--preset",
         type=click.Choice(["auto", "paper", "tiny"]),
         default="auto",
-        show_default=True,
         help="Losses, rate and batches as in the paper, or for minutes.",
     ),
-    click.option(
-        "--rate", type=Number(min=0, min_open=True), cls=Rare, help="The peak learning rate."
-    ),
-    click.option("--batch", type=COUNT, cls=Rare, help="Rows a step."),
-    click.option(
-        "--length",
-        type=click.IntRange(min=8),
-        cls=Rare,
-        help="Tokens a row; whole sequences share a row.",
-    ),
-    click.option(
+    rare("--rate", type=Number(min=0, min_open=True), help="The peak learning rate."),
+    rare("--batch", type=COUNT, help="Rows a step."),
+    rare("--length", type=click.IntRange(min=8), help="Tokens a row; whole sequences share a row."),
+    rare(
         "--ttt-steps",
         type=click.IntRange(1, 16),
-        cls=Rare,
         help="Steps of the training-time test: how often a row goes on from its own output.",
     ),
-    click.option(
+    rare(
         "--ce-weight",
         type=Number(min=0),
-        cls=Rare,
         help="Weight of the soft cross entropy (EAGLE 0.1, EAGLE-3 1).",
     ),
-    click.option(
+    rare(
         "--feature-weight",
         type=Number(min=0),
-        cls=Rare,
         help="Weight of the SmoothL1 loss of the features (EAGLE 1, EAGLE-3 0).",
     ),
-    click.option(
+    rare(
         "--noise",
         type=Number(min=0),
-        cls=Rare,
         help="Width of the uniform noise on the features, for rows of 512 tokens (EAGLE 0.2).",
     ),
-    click.option("--warm-up", type=COUNT, cls=Rare, help="Steps over which the rate rises."),
-    click.option(
+    rare("--warm-up", type=COUNT, help="Steps over which the rate rises."),
+    rare(
         "--number",
         type=click.Choice(["fp32", "bf16"]),
-        cls=Rare,
         help="What matrix products are computed in.  [default: bf16 on a GPU, what is faster "
         "on a CPU]",
     ),
-    click.option(
+    rare(
         "--intermediate",
         type=click.IntRange(min=8),
-        cls=Rare,
         help="Width of the MLP, of each expert with Jakiro.  [default: the target's; Jakiro: "
         "its hidden width]",
     ),
-    click.option(
+    rare(
         "--begin",
         type=click.Choice(["target", "random"]),
         default="target",
-        show_default=True,
-        cls=Rare,
         help="With the target's last layers where they fit, or random.",
     ),
-    click.option("--threads", type=COUNT, cls=Rare, help="CPU threads.  [default: torch's]"),
+    rare("--threads", type=COUNT, help="CPU threads.  [default: torch's]"),
 )
 
 
@@ -144,23 +122,14 @@ def head_commands() -> list[click.Command]:
     return [_command(kind, TRAINED[kind]) for kind in HEAD_KINDS]
 
 
-def _own(option: Option) -> Callable[[Any], Any]:
-    listed = Rare if option.rare else click.Option
-    if option.type == "flag":
-        name = f"{option.name}/--no-{option.name.removeprefix('--')}"
-        return click.option(
-            name, default=option.default, show_default=True, cls=listed, help=option.help
-        )
-    return click.option(
-        option.name,
-        type=click.IntRange(option.least, option.most)
-        if option.type == "count"
-        else Number(option.least, option.most),
-        default=option.default,
-        show_default=option.default is not None,
-        cls=listed,
-        help=option.help,
-    )
+def _own(own: Option) -> Callable[[Any], Any]:
+    add, shown = rare if own.rare else option, own.default is not None
+    if own.type == "flag":
+        name = f"{own.name}/--no-{own.name.removeprefix('--')}"
+        return add(name, default=own.default, help=own.help)
+    kind = click.IntRange if own.type == "count" else Number
+    limits = kind(own.least, own.most)
+    return add(own.name, type=limits, default=own.default, show_default=shown, help=own.help)
 
 
 def _command(kind: str, entry: TrainedKind) -> click.Command:
@@ -182,8 +151,8 @@ def _command(kind: str, entry: TrainedKind) -> click.Command:
             )
 
     decorated: Callable[..., Any] = run
-    for option in reversed((*COMMON, *map(_own, entry.options), json_option())):
-        decorated = option(decorated)
+    for add in reversed((*COMMON, *map(_own, entry.options), json_option())):
+        decorated = add(decorated)
     return click.command(
         cls=HelpCommand,
         name=kind,
