@@ -73,6 +73,7 @@ COMMANDS = {
 
 STARTERS = ("generate", "chat", "serve")
 """Commands that fork their processes, unless they use a service that runs already."""
+FEW_FILES = ("config", "doctor", "keygen")  # commands that open no sockets
 INTERRUPTED = 130
 
 
@@ -109,6 +110,10 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"there is no command {args[0]!r}; in dovetail: {hint}", ctx)
         if args[0] not in COMMANDS and (near := _near(args[0])):
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
+        if args[0] not in FEW_FILES and not {*args} & {*NAMES_OF_HELP}:
+            from dovetail.launch.processes.child import check_files  # not needed for help
+
+            check_files()
         if args[0] in STARTERS:
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork would lack its threads
             from dovetail.launch.processes import ahead  # only they need it

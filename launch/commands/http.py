@@ -20,10 +20,14 @@ from dovetail.launch.cli import installed_version
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import connect_option, parent_option
-from dovetail.launch.processes.child import claim_stdout, handle_signals, name_process
+from dovetail.launch.processes.child import (
+    MORE_FILES,
+    claim_stdout,
+    handle_signals,
+    name_process,
+)
 from dovetail.launch.processes.connection import ahead_of, call_model, only_coordinator
 from dovetail.launch.processes.notification import Notifier
-from dovetail.launch.processes.preflight import MORE_FILES, check_files
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import TARGET_FOLDER
 from dovetail.launch.settings.flags import LISTENING, REPLIES, settings_flags
@@ -198,7 +202,6 @@ def connections_of(configuration: Configuration) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = wanted + OTHER_FILES
-    check_files("the HTTP API", FEWEST_OTHER_FILES + 1)
     others = min(OTHER_FILES, max(FEWEST_OTHER_FILES, hard // 2))
     if wanted + others > hard:
         if configuration.given("http.connections"):

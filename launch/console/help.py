@@ -99,7 +99,9 @@ def hinted(arguments: Sequence[str]) -> Iterator[None]:
     except click.NoSuchOption as error:
         hint = advice(given, error.option_name)
         if hint is None:
-            raise
+            path = error.ctx.command_path if error.ctx is not None else "dovetail"
+            near = f" (did you mean {error.possibilities[0]}?)" if error.possibilities else ""
+            hint = f"`{path}` has no option {error.option_name}{near}: `{path} --help` lists them"
         raise click.UsageError(hint, error.ctx) from None
     except click.UsageError as error:
         hint = extra_argument(error.message, error.ctx)

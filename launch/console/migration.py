@@ -86,5 +86,6 @@ def extra_argument(message: str, context: click.Context | None) -> str | None:
     if context is None or "unexpected extra argument" not in message:
         return None
     if not any("--target" in parameter.opts for parameter in context.command.params):
-        return None
+        path, given = context.command_path, message.partition("(")[2].rstrip(").")
+        return f"`{path}` takes no argument {given!r}: `{path} --help` describes it"
     return f"{message.rstrip('.')}: a model is named by --target MODEL"

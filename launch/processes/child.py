@@ -6,6 +6,7 @@ import ctypes
 import errno
 import faulthandler
 import os
+import resource
 import signal
 import struct
 import sys
@@ -14,13 +15,28 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
+from dovetail.protocol.errors import UserError
+
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 15, 22, 38
 SECCOMP_MODE_FILTER, SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 2, 0x50000, 0x7FFF0000
 CLONE3 = 435  # the number of the system call, on every architecture
 PROGRAM = "dovetail"
+MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
+LEAST_FILES = 64  # open files of any process of ours, with room to spare
 LET_GO = 3
 """Exit code of a worker that was drained, replaced or dismissed: it must not be restarted."""
+
+
+def check_files() -> None:
+    """`UserError` if this process may not have `LEAST_FILES` open; its soft limit is raised to
+    that number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
+        text = f"dovetail needs {LEAST_FILES} open files, and may have {hard}: {MORE_FILES}"
+        raise UserError(text)
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES, hard))
 
 
 def end_with(parent: int) -> None:

@@ -3,14 +3,13 @@ imported. The checks only look at files, so that a typo is reported before anyth
 worker finds out whether a model is complete and fits."""
 
 import json
-import resource
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 from dovetail.launch.settings.embedded import with_draft, with_target
-from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError, UserError
+from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError
 from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import (
     DRAFT_KINDS,
@@ -36,20 +35,6 @@ from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder
 MAX_CONFIG_BYTES = 16 << 20
 TORCH_WEIGHTS = ("bf16", "int8-per-tensor")
 """Types of weights with which torch computes the products."""
-MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
-
-
-def check_files(what: str, least: int) -> None:
-    """`UserError` if a process may have fewer than `least` open files, which `what` needs; the soft
-    limit is raised to that number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < least:
-        raise UserError(
-            f"this process may have {hard} open files, and {what} needs at least {least}: "
-            f"{MORE_FILES}"
-        )
-    if soft != resource.RLIM_INFINITY and soft < least:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
 
 
 def check_target(settings: Settings) -> None:

@@ -16,7 +16,6 @@ from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes import ahead
 from dovetail.launch.processes.preflight import (
     check_draft,
-    check_files,
     check_target,
     check_text,
     check_whole,
@@ -38,7 +37,6 @@ from dovetail.runtime.client import Client
 
 POLL_S = 0.05
 LOADING_POLL_S = 0.02  # seconds between two polls of parts that are not ready yet
-LEAST_FILES = 64  # open files that a worker or the HTTP API needs, with room to spare
 Played = Literal["target", "draft", "unified"]
 ROLES: tuple[Played, ...] = ("target", "draft")
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -164,7 +162,6 @@ def check_stack(configuration: Configuration, *hubs: str) -> None:
 
 def check_models(configuration: Configuration) -> None:
     """`UserError` for models whose files show that they cannot be loaded on any machine."""
-    check_files("dovetail", LEAST_FILES)
     check_target(configuration.settings)
     _check_pair(configuration)
     if configuration.settings.draft.kind != "none":

@@ -53,6 +53,12 @@ def check_devices(settings: Settings, origins: Mapping[str, str]) -> None:
 
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
 BY_FILE = "the GGUF file"  # the origin of weights chosen by a target's file
+PATHS = {
+    *("target.model", "draft.model", "tree.thresholds", "http.api_key_file"),
+    *("coordinator.journal", "coordinator.record", "coordinator.keys"),
+}
+"""Settings that name a file or a folder."""
+SWITCHES = ("true", "false", "yes", "no", "on", "off")
 POSITIONAL = "MODEL"  # the origin of a target given as an argument
 
 
@@ -244,6 +250,13 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str], local: boo
     if (text := misfit(settings.sampling, settings.tree, settings.draft.kind)) is not None:
         raise SettingsError(text)
     check_devices(settings, origins)
+    for name in PATHS & values.keys():
+        written = str(values[name]).lower()
+        if written in SWITCHES and (name, written) != ("coordinator.journal", "off"):
+            raise SettingsError(
+                f"{name} = {values[name]!r} ({origins[name]}) looks like a switch, and names a "
+                f"path: write ./{values[name]} for a path of that name"
+            )
     settings = _with_queues(settings, origins)
     named = settings.tree.thresholds
     return Configuration(

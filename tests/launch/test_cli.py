@@ -177,6 +177,12 @@ def test_a_mistake_is_one_line_that_names_it_and_exit_code_2(
     assert named in complaint
 
 
+@pytest.mark.parametrize("command", ["generate hello", "coordinator", "status"])
+def test_too_few_open_files_are_one_line(run: Run, command: str) -> None:
+    done = run(*command.split(), command_prefix=("prlimit", "--nofile=7"))
+    assert "dovetail needs 64 open files, and may have 7: raise" in one_line(done)
+
+
 @pytest.mark.parametrize("arguments", WRONG)
 def test_a_mistake_in_a_process_of_its_own_is_one_line_too(
     run: Run, arguments: tuple[str, ...]

@@ -125,6 +125,12 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
         ),
         ({"target.resident": "-1"}, {}, ("target.resident = '-1'", "a whole number from 0")),
         (
+            {"coordinator.journal": "true"},
+            {},
+            ("coordinator.journal = 'true' (--coordinator.journal) looks like a switch",),
+        ),
+        ({}, {"DOVETAIL_COORDINATOR__RECORD": "no"}, ("coordinator.record", "write ./no for")),
+        (
             {"target.prefill": "gpu"},
             {},
             ("target.prefill = 'gpu'", "write auto, local, cuda:N", "mps (Apple)"),

@@ -224,6 +224,7 @@ def test_a_path_means_itself_in_a_list_of_paths() -> None:
 @pytest.mark.parametrize("what", ["systemd", "compose", "kubernetes"])
 def test_what_a_service_could_not_use_is_a_mistake(invoke: Run, what: str) -> None:
     wrong = [("http.port", "0"), ("coordinator.journal", "/else"), ("coordinator.record", "/else")]
+    wrong.append(("coordinator.keys", "/a\nb"))
     for name, value in (*wrong, *[("coordinator.listen", "ipc:///else")] * (what != "kubernetes")):
         said = invoke("config", "export", what, f"--{name}", value)
         assert (said.returncode, f"{name} = " in said.stderr) == (2, True), said.stderr

@@ -159,11 +159,21 @@ def test_two_addresses_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None
     assert "'tcp://a:1,tcp://b:1' is not a tcp address: write tcp://HOST:PORT" in said
 
 
-def test_an_option_that_nobody_has_is_answered_as_before(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("serve --no-such-option", "`dovetail serve` has no option --no-such-option: `dovetail "),
+        ("config export grafana --target x", "`dovetail config export grafana` has no option "),
+        ("doctor grafana", "`dovetail doctor` takes no argument 'grafana'"),
+    ],
+)
+def test_what_no_command_takes_is_named_with_the_help_to_read(
+    capsys: pytest.CaptureFixture[str], command: str, said: str
 ) -> None:
-    assert cli.run(("serve", "--no-such-option")) == 2
-    assert re.search("No such option.*--no-such-option", capsys.readouterr().err)
+    assert cli.run(command.split()) == 2
+    (complaint,) = capsys.readouterr().err.splitlines()
+    assert said in complaint
+    assert "--help` " in complaint
 
 
 def test_the_hints_name_options_and_commands_that_there_are() -> None:

@@ -196,8 +196,7 @@ def test_more_connections_than_files_are_lowered_and_told_where_nobody_asked_for
         (
             40,
             (),
-            "this process may have 40 open files, and the HTTP API needs at least 49: raise the "
-            "limit with `ulimit -n",
+            "dovetail needs 64 open files, and may have 40: raise the limit with `ulimit -n",
         ),
     ],
 )

@@ -118,6 +118,6 @@ def test_an_installation_has_no_peers_and_reports_where_they_are(
 ) -> None:
     monkeypatch.setattr(peers, "CHECKOUT", tmp_path)
     peers.peers.cache_clear()
-    with pytest.raises(UserError, match="--method assisted is part of a checkout, not of an inst"):
+    with pytest.raises(UserError, match="--method assisted is part of a checkout"):
         read_method(settings(), "assisted")
     peers.peers.cache_clear()

@@ -374,7 +374,7 @@ def test_too_few_open_files_are_told_with_how_many_are_needed(run: Run, tmp_path
     done = run("serve", "--http.port", "0", command_prefix=limited)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert (
-        "this process may have 40 open files, and dovetail needs at least 64: raise the limit"
+        "dovetail needs 64 open files, and may have 40: raise the limit with `ulimit -n"
         in done.stderr
     )
     assert_nothing_is_left([], tmp_path)

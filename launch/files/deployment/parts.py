@@ -21,7 +21,7 @@ from dovetail.launch.processes.stack import (
     with_room_for_draft,
     worker_arguments,
 )
-from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.configure import PATHS, Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.launch.settings.generation import with_generation_config
 from dovetail.protocol.errors import UserError
@@ -64,8 +64,11 @@ class Part:
 
 
 def settled(configuration: Configuration) -> Configuration:
-    """Return the settings as in `serve`: with the target's sampling defaults, and weights and draft
-    chosen if the user set none. `UserError` for a random port."""
+    """Return the settings as in `serve`: with the sampling defaults of the target, and weights and
+    draft chosen where the user set none. `UserError` for a random port."""
+    for name in PATHS:
+        if len(str(value := configuration.value(name)).splitlines()) > 1:
+            raise UserError(f"{name} = {value!r} has a line break, which no exported file can have")
     if configuration.settings.http.port == 0:
         raise UserError("http.port = 0 is another port at every start: name one with --http.port")
     return with_choices(with_generation_config(configuration)[0])
