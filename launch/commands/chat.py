@@ -17,12 +17,11 @@ import click
 
 from dovetail.launch.chat.answering import Answerer, CoordinatorAnswerer
 from dovetail.launch.chat.conversation import COMMANDS, Answer, Command, Conversation, Manner, parse
-from dovetail.launch.chat.stats import print_stats
 from dovetail.launch.chat.templates import template_option
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import connect_option, json_option
-from dovetail.launch.console.terminal import failure_told, note, unwound_by_signals
+from dovetail.launch.console.terminal import failure_told, note, print_table, unwound_by_signals
 from dovetail.launch.decoding.request import check_stops
 from dovetail.launch.files.directory import history_path
 from dovetail.launch.files.outputs import check_output
@@ -32,6 +31,7 @@ from dovetail.launch.settings.configure import Configuration, parse_setting
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
 from dovetail.protocol.files import decode, writing
+from dovetail.protocol.messages import Result
 
 PROMPT = "you> "
 KEPT_LINES = 1000
@@ -365,3 +365,63 @@ def line_editing() -> Iterator[None]:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch(mode=0o600)
             readline.write_history_file(path)
+
+
+SHOWN_REPLIES = 10
+
+
+def print_stats(results: list[Result | None]) -> None:
+    """The figures of the last replies, a row each: what they brought, and where their time went.
+    Two tables, since a terminal may have 80 columns."""
+    shown = [
+        (number, result) for number, result in enumerate(results, start=1) if result is not None
+    ][-SHOWN_REPLIES:]
+    if not shown:
+        note("there is no reply yet")
+        return
+    figures = (
+        "reply",
+        "tokens",
+        "tokens/s",
+        "tau",
+        "accepted %",
+        "hit %",
+        "first ms",
+        "prompt",
+        "reused",
+    )
+    print_table(figures, [(number, *_figures(result)) for number, result in shown])
+    times = ("reply", "seconds", "prefill %", "draft %", "verify %", "transport %", "queue %")
+    print_table(times, [(number, *_times(result)) for number, result in shown])
+
+
+def _figures(result: Result) -> tuple[object, ...]:
+    tau = None if result.tau is None else round(result.tau, 2)
+    rates = (
+        _rounded(result.tokens_per_s),
+        tau,
+        _percent(result.acceptance_rate),
+        _percent(result.hit_rate),
+        round(1e3 * result.time_to_first_token_s),
+    )
+    return (result.completion_tokens, *rates, result.prompt_tokens, result.reused_tokens)
+
+
+def _times(result: Result) -> tuple[object, ...]:
+    accounts = (
+        result.prefill_s,
+        result.draft_exposed_s,
+        result.verify_s,
+        result.transport_s,
+        result.queue_s,
+    )
+    shares = (_percent(seconds / result.wall_s) if result.wall_s else None for seconds in accounts)
+    return (_rounded(result.wall_s), *shares)
+
+
+def _percent(share: float | None) -> int | None:
+    return None if share is None else round(100 * share)
+
+
+def _rounded(value: float) -> float:
+    return round(value) if value >= 100 else round(value, 1 if value >= 10 else 2)

@@ -94,7 +94,7 @@ def systemd(configuration: Configuration, out: Path | None) -> None:
 def compose(configuration: Configuration) -> None:
     """Print a compose file for this machine: a container for each process, of which only the HTTP
     API has a network to the outside."""
-    text = extra("launch.files.deployment.compose").compose_file(configuration)
+    text = extra("launch.files.deployment.containers").compose_file(configuration)
     click.echo(text, nl=False)
 
 
@@ -103,7 +103,7 @@ def compose(configuration: Configuration) -> None:
 def kubernetes(configuration: Configuration) -> None:
     """Print a LeaderWorkerSet: a pod with coordinator, HTTP API and target, and one with the draft.
     The keys are Secrets; a comment lists the commands that make them."""
-    text = extra("launch.files.deployment.kubernetes").kubernetes_manifest(configuration)
+    text = extra("launch.files.deployment.containers").kubernetes_manifest(configuration)
     click.echo(text, nl=False)
 
 

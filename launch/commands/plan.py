@@ -21,12 +21,11 @@ from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.alternatives import KINDS, Alternative
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.choice import drafts_there
-from dovetail.launch.planning.designs import Design, config_of, read_design
+from dovetail.launch.planning.designs import Design, config_of, planned_types, read_design
 from dovetail.launch.planning.machines import SIZES, machine_names, read_machine
 from dovetail.launch.planning.prices import arithmetic, described
 from dovetail.launch.planning.recording import read_library
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
-from dovetail.launch.planning.weights import planned_types
 from dovetail.launch.planning.words import figure, placement, serve_command, tree_of
 from dovetail.launch.processes import preflight
 from dovetail.launch.settings.configure import Configuration

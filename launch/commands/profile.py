@@ -40,7 +40,7 @@ from dovetail.launch.profiling.findings import find
 from dovetail.launch.profiling.samplers import NO_CARD
 from dovetail.launch.profiling.stages import attached, own_run
 from dovetail.launch.profiling.timeline import PARTS
-from dovetail.launch.profiling.watching import Watch
+from dovetail.launch.profiling.workload import Watch
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.flags import DECODING_SECTIONS, DEMONSTRATED, settings_flags

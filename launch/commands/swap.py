@@ -19,11 +19,11 @@ from dovetail.launch.console.terminal import note
 from dovetail.launch.files.directory import WorkerNote, announcements
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.processes.connection import find_coordinator
-from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.preflight import check_draft, check_target
 from dovetail.launch.processes.replacement import (
     Change,
     Expected,
+    Newcomer,
     leaver,
     restarted,
     serving,

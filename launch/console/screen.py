@@ -3,28 +3,85 @@ terminal, 80 columns or more. rich obeys NO_COLOR, and everything shown by colou
 marks or words. Pure layout.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.launch.console.cells import (
-    TREND,
-    WIDE_TREND,
-    Picture,
-    as_bar,
-    as_lines,
-    as_number,
-    as_percent,
-    as_pieces,
-    as_span,
-    as_table,
-    as_trend,
-)
 from dovetail.launch.console.terminal import counted
-from dovetail.launch.console.tree import tree_lines
+
+Picture = dict[str, Any]
+BLOCKS = " ▁▂▃▄▅▆▇█"
+BAR = 8
+TREND, WIDE_TREND = 14, 48  # characters of a curve; each is a sample, about a second
+
+
+def as_bar(share: float) -> str:
+    filled = round(BAR * min(1.0, share))
+    return "█" * filled + "░" * (BAR - filled)
+
+
+def as_trend(values: Sequence[float | None], top: float, width: int = TREND) -> str:
+    """A curve in blocks, the last value at its right end."""
+    letters = "".join(
+        " "
+        if value is None or not top
+        else BLOCKS[round((len(BLOCKS) - 1) * max(0.0, min(1.0, value / top)))]
+        for value in values
+    )
+    return letters.rjust(width)
+
+
+
+
+
+def as_lines(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:
+    if lines:
+        yield Text(title, "bold")
+        yield from (Text(f"  {line}") for line in reversed(lines))
+
+
+def as_table(*columns: tuple[str, str]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), show_edge=False
+    )
+    for name, side in columns:
+        table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
+    return table
+
+
+def as_pieces(words: Iterable[str]) -> Text:
+    """ "name [b]value" each, the value in bold."""
+    parts = [
+        part
+        for word in words
+        for part in (word.partition("[b]")[0], (word.partition("[b]")[2], "bold"), "  ")
+    ]
+    return Text.assemble(*parts)
+
+
+def as_number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def as_percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def as_span(seconds: float) -> str:
+    whole = round(seconds)
+    return (
+        f"{whole} s"
+        if whole < 120
+        else f"{whole // 60} min"
+        if whole < 7200
+        else f"{whole // 3600} h {whole % 3600 // 60} min"
+    )
+
 
 PAGES = ("overview", "tree", "sessions", "workers")
 SHOWN_DECISIONS, SHOWN_POSITIONS = 3, 7
@@ -322,3 +379,69 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
     if worker["fingerprint"]:
         yield "fingerprint", worker["fingerprint"]
     yield ("epoch", f"{worker['epoch']}, {worker['stale']} stale commands dropped")
+
+
+MARKS = {
+    "a": ("✓", "accepted", "bold green"),
+    "r": ("✗", "rejected", "red"),
+    "n": ("·", "not verified", "dim"),
+    "b": ("★", "bonus", "bold magenta"),
+}
+
+
+def tree_lines(tree: Picture | None) -> Iterator[RenderableType]:
+    if tree is None:
+        yield Text("no recent round")
+        return
+    hit = ", a hit" if tree["hit"] else ""
+    counts = (
+        f"{tree['offered']} nodes offered, {tree['verified']} verified, {tree['accepted']} "
+        f"accepted{hit}"
+        if tree["offered"]
+        else "nothing was drafted"
+    )
+    yield Text.assemble(
+        ("tree ", "bold"), f"of session {tree['session']}, round {tree['round']}: {counts}"
+    )
+    yield Text(
+        "  ".join(f"{mark} {word}" for mark, word, _ in MARKS.values())
+        + "   number: rank, best first"
+    )
+    yield Text.assemble("● ", (tree["root"] or "root", "bold"))
+    yield from _branches(tree)
+
+
+def _branches(tree: Picture) -> Iterator[Text]:
+    """A line for each node, below its parent; the bonus before its siblings."""
+    bonus = len(tree["parents"])
+    below: dict[int, list[int]] = {tree["bonus_parent"]: [bonus]}
+    for node, parent in enumerate(tree["parents"]):
+        below.setdefault(parent, []).append(node)
+    waiting = [(node, "", place == 0) for place, node in enumerate(reversed(below.get(-1, [])))]
+    while waiting:
+        node, before, last = waiting.pop()
+        yield Text.assemble(
+            (before + ("└─ " if last else "├─ "), "dim"),
+            _node(tree, node, bonus),
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        inner = before + ("   " if last else "│  ")
+        waiting += [
+            (child, inner, place == 0) for place, child in enumerate(reversed(below.get(node, [])))
+        ]
+
+
+def _node(tree: Picture, node: int, bonus: int) -> Text:
+    kind = "b" if node == bonus else tree["fates"][node]
+    mark, _, style = MARKS[kind]
+    text = (
+        tree["bonus"]
+        if node == bonus
+        else tree["texts"][node]
+        if tree["texts"] is not None
+        else None
+    )
+    rank = "" if node == bonus else f"{node + 1} "
+    likely = "" if node == bonus else f"  {100 * tree['likely'][node]:.0f} %"
+    return Text.assemble((f"{mark} {rank}", style), (text or "", style), (likely, "dim"))

@@ -9,8 +9,8 @@ from pathlib import Path
 from dovetail.launch.console.terminal import counted, failure_told, note, progress_bar
 from dovetail.launch.decoding.request import Wish, tell_what_travels
 from dovetail.launch.decoding.single import cancel
-from dovetail.launch.files.answers import Answers, open_answers
 from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.files.records import Answers, open_answers
 from dovetail.launch.processes.connection import Connection, connected_by_target
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import DraftFailure, Failed, Finished, Recorded, Result

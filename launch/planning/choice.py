@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
-from dovetail.launch.planning.designs import LOOKUP, design_of, read_config
-from dovetail.launch.planning.weights import on_kernels
+from dovetail.launch.planning.designs import LOOKUP, design_of, on_kernels, read_config
 from dovetail.launch.processes.stack import layout_of, processes_of
 from dovetail.launch.settings.blocks import keeps_blocks
 from dovetail.launch.settings.configure import POSITIONAL, Configuration

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.planning.machines import SIZES
+from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.calibration import StateTraffic
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.experts import DENSE, Mixture
+from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.planner import Target
+from dovetail.workers import kernels
 from dovetail.workers.models.backends.placement import coded_bytes, needed_bytes, substitute_bytes
 from dovetail.workers.models.backends.sizes import (
     INT4,
@@ -30,16 +32,69 @@ from dovetail.workers.models.backends.sizes import (
 )
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import (
     Tensor,
     cache_bytes,
+    half_of,
     host_footprint,
+    in_blocks,
+    in_pieces,
     pass_bytes,
     read_tensors,
     sizes_by_tensors,
 )
 from dovetail.workers.models.checkpoints.gguf.view import FILE
+from dovetail.workers.models.families.names import DESCRIBED
 from dovetail.workers.models.recurrent.sizes import traffic_of
+
+LOSSES = {
+    "fp32": "the checkpoint's function",
+    "half": "the checkpoint's function; keys and values in fp16 move logits by 1e-4 to 2e-3",
+    "int8": "another function: logits move by about 4 %",
+    INT4: "another function: logits move by about 10 %; the first load takes longer",
+    FILE: "the file's blocks; activations in int8 move logits by about 1 %",
+}
+"""Types of weights, and in words what is lost with them: measured on the embedded target
+(`dovetail selftest --card`)."""
+EXACT = "the file's function; keys and values in fp16 move logits by 1e-4 to 2e-3"
+"""Weights `file` with activations in fp32, in words."""
+
+
+def on_kernels(folder: Path) -> bool:
+    """Return whether the kernels are here and compute models of a folder's family."""
+    if not kernels.available():
+        return False
+    return text_part(read_json(folder / "config.json")).get("model_type") in DESCRIBED
+
+
+def planned_types(configuration: Configuration, folder: Path) -> list[str]:
+    """Return the types of weights to plan with: the one that is named, or all that the target in a
+    folder can have, its own numbers first."""
+    target = configuration.settings.target
+    if configuration.given("target.weights"):
+        return [target.weights]
+    if target.backend == "library" or not on_kernels(folder):
+        return ["fp32"]
+    half = _stores_16_bits(folder, read_tensors(folder))
+    plain = [*(["half"] if half else []), "fp32", "int8"]
+    if in_blocks(folder):
+        return [FILE, *plain]
+    whole = count_experts(read_config(folder, "target model"))[0] > 1 and not in_pieces(folder)
+    return plain if whole else [*plain, INT4]
+
+
+def _stores_16_bits(folder: Path, tensors: Sequence[Tensor]) -> bool:
+    if tensors:
+        return half_of(tensors)
+    config = read_config(folder, "target model")
+    return str(config.get("dtype") or config.get("torch_dtype")).endswith("16")
+
+
+def loss_of(weights: str, activations: str) -> str:
+    """Return in words what is lost with weights of a type; empty where nothing was measured."""
+    return EXACT if (weights, activations) == (FILE, "fp32") else LOSSES.get(weights, "")
+
 
 if TYPE_CHECKING:
     from dovetail.workers.serving import design

@@ -15,7 +15,7 @@ from dovetail.launch.planning.alternatives import (
     ready_of,
 )
 from dovetail.launch.planning.candidates import Candidate
-from dovetail.launch.planning.designs import LOOKUP, Design, read_config
+from dovetail.launch.planning.designs import LOOKUP, Design, loss_of, read_config
 from dovetail.launch.planning.prices import (
     MEASURED,
     Hardware,
@@ -26,7 +26,6 @@ from dovetail.launch.planning.prices import (
     with_host_experts,
 )
 from dovetail.launch.planning.this_machine import Here, look_here
-from dovetail.launch.planning.weights import loss_of
 from dovetail.launch.planning.words import settings, told, tree_of, verdict
 from dovetail.launch.processes.preflight import is_path
 from dovetail.launch.settings.configure import Configuration

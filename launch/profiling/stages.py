@@ -29,8 +29,7 @@ from dovetail.launch.profiling.evidence import Evidence
 from dovetail.launch.profiling.measured import levels_of
 from dovetail.launch.profiling.samplers import Samplers
 from dovetail.launch.profiling.timeline import Slice
-from dovetail.launch.profiling.watching import Watch
-from dovetail.launch.profiling.workload import Workload, watch_others
+from dovetail.launch.profiling.workload import Watch, Workload, watch_others
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported

@@ -15,9 +15,7 @@ import psutil
 import pytest
 
 from dovetail.launch.bench.load import request
-from dovetail.launch.bench.load.crew import Load, run
-from dovetail.launch.bench.load.figures import row, with_speedups
-from dovetail.launch.bench.load.measured import levels_of
+from dovetail.launch.bench.load.measured import Load, levels_of, row, run, with_speedups
 from dovetail.launch.bench.load.request import Reply, ask
 from dovetail.launch.bench.load.table import show
 from dovetail.launch.chat.web import Site

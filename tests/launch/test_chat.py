@@ -18,8 +18,7 @@ import pytest
 
 from dovetail.launch.chat.answering import Answerer, CoordinatorAnswerer, Show
 from dovetail.launch.chat.conversation import Answer, Manner
-from dovetail.launch.chat.stats import print_stats
-from dovetail.launch.commands.chat import Chat
+from dovetail.launch.commands.chat import Chat, print_stats
 from dovetail.launch.processes.connection import Connection
 from dovetail.launch.processes.stack import Stack
 from dovetail.launch.processes.supervise import Supervisor

@@ -13,9 +13,12 @@ import jsonschema
 import pytest
 import yaml
 
-from dovetail.launch.files.deployment.compose import compose_file
-from dovetail.launch.files.deployment.containers import READY, USER
-from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
+from dovetail.launch.files.deployment.containers import (
+    READY,
+    USER,
+    compose_file,
+    kubernetes_manifest,
+)
 from dovetail.launch.files.deployment.parts import Part
 from dovetail.launch.files.deployment.systemd import _bound, _quoted, _resources, systemd_units
 from dovetail.launch.machine.binding import Place

@@ -24,9 +24,9 @@ from dovetail.launch.decoding.summary import (
     summary,
     without_speculation,
 )
-from dovetail.launch.files.answers import open_answers
 from dovetail.launch.files.directory import announced
 from dovetail.launch.files.prompts import Prompt, read_prompts
+from dovetail.launch.files.records import open_answers
 from dovetail.launch.processes.connection import Connection, ends_of
 from dovetail.launch.processes.stack import Stack
 from dovetail.launch.processes.supervise import Supervisor

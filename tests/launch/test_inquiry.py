@@ -1,7 +1,7 @@
 """Asking a coordinator who is there, without waiting for it; played by hand over a link in
 memory."""
 
-from dovetail.launch.processes.serving.inquiry import RETRY_S, Inquiry
+from dovetail.launch.processes.serving.service import RETRY_S, Inquiry
 from dovetail.protocol.codec import REQUEST, encode
 from dovetail.protocol.errors import LinkClosed
 from dovetail.protocol.links import Link

@@ -10,8 +10,7 @@ import pytest
 
 from dovetail.launch.bench.journal import open_journal
 from dovetail.launch.commands import profile, stratify
-from dovetail.launch.files.answers import open_answers
-from dovetail.launch.files.records import open_records
+from dovetail.launch.files.records import open_answers, open_records
 from dovetail.launch.planning.recording import About
 from dovetail.launch.settings.thresholds import write_thresholds
 from dovetail.protocol.errors import OutputError

@@ -18,8 +18,7 @@ from dovetail.launch.profiling.findings import find
 from dovetail.launch.profiling.measured import Offer, Replayed, costs_of, levels_of, replayed
 from dovetail.launch.profiling.samplers import Absent, Gpu, Nvml, Sample, Samplers, busy_cores
 from dovetail.launch.profiling.timeline import Actor, Slice
-from dovetail.launch.profiling.watching import Watch
-from dovetail.launch.profiling.workload import Soundings
+from dovetail.launch.profiling.workload import Soundings, Watch
 from dovetail.protocol.experts import Mixture, Routing
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
 from dovetail.runtime.planner import Tree

@@ -15,8 +15,7 @@ import pytest
 
 from dovetail.launch.commands.swap import as_before, settings_before
 from dovetail.launch.files.directory import announced, note_worker, worker_notes
-from dovetail.launch.processes.newcomer import Newcomer
-from dovetail.launch.processes.replacement import Expected
+from dovetail.launch.processes.replacement import Expected, Newcomer
 from dovetail.launch.processes.worker_settings import (
     before_of,
     flags_of,

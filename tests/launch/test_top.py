@@ -20,8 +20,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dovetail.launch.commands.top import _next
-from dovetail.launch.console.screen import PAGES, Standing, everything, page
-from dovetail.launch.console.tree import MARKS
+from dovetail.launch.console.screen import MARKS, PAGES, Standing, everything, page
 from dovetail.launch.settings.embedded import DEMO_FOLDER, TARGET_FOLDER
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dovetail.launch.bench.load.crew import Load, run
+from dovetail.launch.bench.load.measured import Load, run
 from dovetail.launch.bench.load.request import PLAIN_PATH, Reply, ask
 from dovetail.launch.chat.web import Site
 from dovetail.launch.console.terminal import print_table

@@ -3,16 +3,19 @@ in turn, over HTTP."""
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import click
+import numpy as np
 
-from dovetail.launch.bench.load.crew import Load, run
-from dovetail.launch.bench.load.figures import row, with_speedups
 from dovetail.launch.bench.load.request import Reply, ask
 from dovetail.launch.bench.load.served import OTHER, PLAIN, Served, served
 from dovetail.launch.bench.load.table import draw, show
@@ -22,6 +25,69 @@ from dovetail.launch.console.terminal import progress_bar
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.files import writing
+
+
+@dataclass(frozen=True)
+class Load:
+    """The replies of requests that ran at once, in the order in which they ended."""
+
+    replies: tuple[Reply, ...]
+    seconds: float  # from the start of the first request to the end of the last
+    interrupted: bool = False
+    """True if Ctrl-C came; requests that were in flight then are not among the replies."""
+
+
+def run(
+    ask: Callable[[int], Reply], requests: int, concurrency: int, step: Callable[[], None]
+) -> Load:
+    """Send requests 0 to `requests` - 1, `concurrency` at a time; `step` is called at the end of
+    each.
+
+    The threads are daemons: requests in flight when Ctrl-C comes end with this process.
+    """
+    waiting, ended = SimpleQueue[int](), SimpleQueue[Reply | BaseException]()
+    for number in range(requests):
+        waiting.put(number)
+    replies: list[Reply] = []
+    began_s = time.perf_counter()
+    for _ in range(min(concurrency, requests)):
+        threading.Thread(target=_work, args=(ask, waiting, ended), daemon=True).start()
+    interrupted = False
+    try:
+        while len(replies) < requests:
+            reply = ended.get()
+            if isinstance(reply, BaseException):
+                raise reply
+            replies.append(reply)
+            step()
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        for _ in _taken(waiting):
+            pass
+    return Load(tuple(replies), time.perf_counter() - began_s, interrupted)
+
+
+def _work(
+    ask: Callable[[int], Reply],
+    waiting: SimpleQueue[int],
+    ended: SimpleQueue[Reply | BaseException],
+) -> None:
+    """Send what is still to be sent. An exception is a bug of ours, and is raised by `run`."""
+    try:
+        for number in _taken(waiting):
+            ended.put(ask(number))
+    except BaseException as error:
+        ended.put(error)
+
+
+def _taken(waiting: SimpleQueue[int]) -> Iterator[int]:
+    while True:
+        try:
+            yield waiting.get_nowait()
+        except Empty:
+            return
+
 
 DEFAULT_LEVELS = "1,2,4,8,16"
 DEFAULT_REQUESTS = 32
@@ -222,3 +288,87 @@ def measure_and_tell(
     if found.interrupted:
         return INTERRUPTED
     return 1 if found.lost or any(row["failed"] for row in result["rows"]) else 0
+
+
+def row(method: str, concurrency: int, loads: Sequence[Load]) -> dict[str, Any]:
+    """Return the figures of a load that was run once or several times. As in vLLM, requests that
+    failed do not count in times and tokens."""
+    replies = [reply for load in loads for reply in load.replies]
+    good = [reply for reply in replies if not reply.error]
+    seconds = sum(load.seconds for load in loads)
+    tokens = {
+        "total_input_tokens": sum(reply.prompt_tokens for reply in good),
+        "total_output_tokens": sum(reply.output_tokens for reply in good),
+    }
+    return {
+        "method": method,
+        "max_concurrency": concurrency,
+        "completed": len(good),
+        "failed": len(replies) - len(good),
+        "duration": seconds,
+        **tokens,
+        "cached_tokens": sum(reply.cached_tokens for reply in good),
+        "request_throughput": len(good) / seconds,
+        "output_throughput": tokens["total_output_tokens"] / seconds,
+        "total_token_throughput": sum(tokens.values()) / seconds,
+        **_times("ttft", [reply.ttft_s for reply in good]),
+        **_times("tpot", [reply.tpot_s for reply in good]),
+        **_times("itl", [gap for reply in good for gap in reply.itls_s]),
+        **_times("e2el", [reply.latency_s for reply in good]),
+        "tokens_per_chunk": _tokens_a_chunk(good),
+        "no_usage": sum(not reply.usage for reply in good),
+        "errors": errors(replies),
+    }
+
+
+def with_speedups(
+    rows: Sequence[Mapping[str, Any]],
+    texts: Mapping[tuple[str, int], Mapping[int, str]],
+    plain: str,
+) -> list[dict[str, Any]]:
+    """Return the rows with `speedup`, their output throughput over that of `plain` at the same
+    concurrency, and `differ`, the number of replies whose text is not that of `plain`; both are
+    None where there is no `plain`. `texts`: the replies of every method and concurrency, by the
+    number of the request."""
+    alone = {row["max_concurrency"]: row for row in rows if row["method"] == plain}
+    told = []
+    for row in rows:
+        level = row["max_concurrency"]
+        rate = alone[level]["output_throughput"] if level in alone else 0.0
+        own, other = texts[(row["method"], level)], texts.get((plain, level), {})
+        differ = sum(other.get(number, text) != text for number, text in own.items())
+        told.append(
+            {
+                **row,
+                "speedup": row["output_throughput"] / rate if rate else None,
+                "differ": differ if level in alone else None,
+            }
+        )
+    return told
+
+
+def errors(replies: Sequence[Reply]) -> list[dict[str, Any]]:
+    """Return the kinds of errors, most frequent first, each with its count and first message."""
+    failed = [reply for reply in replies if reply.error]
+    first = {reply.error: reply.words for reply in reversed(failed)}
+    counts = Counter(reply.error for reply in failed)
+    return [
+        {"error": error, "count": count, "words": first[error]}
+        for error, count in counts.most_common()
+    ]
+
+
+def _times(name: str, seconds: Sequence[float | None]) -> dict[str, float | None]:
+    ms = [1e3 * value for value in seconds if value is not None]
+    if not ms:
+        return dict.fromkeys((f"mean_{name}_ms", f"median_{name}_ms", f"p99_{name}_ms"))
+    return {
+        f"mean_{name}_ms": float(np.mean(ms)),
+        f"median_{name}_ms": float(np.median(ms)),
+        f"p99_{name}_ms": float(np.percentile(ms, 99)),
+    }
+
+
+def _tokens_a_chunk(replies: Sequence[Reply]) -> float | None:
+    chunks = sum(len(reply.chunks_s) for reply in replies)
+    return sum(reply.output_tokens for reply in replies) / chunks if chunks else None

@@ -7,9 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.launch.cli import installed_version
-from dovetail.launch.files.deployment.parts import WORKER_ROLES, keeping, key_files
+from dovetail.launch.files.deployment.parts import (
+    WORKER_ROLES,
+    Destination,
+    Part,
+    keeping,
+    key_files,
+    parts_of,
+    settled,
+    whole_model,
+)
+from dovetail.launch.files.deployment.templates import documents
+from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.http_keys import read_keys
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import HttpSettings
 
 USER = 10001  # the user and the group in the container, as the Dockerfile has them
@@ -61,3 +74,113 @@ def key_names(folder: Path, name: str) -> list[str]:
         return ["coordinator.key", *(f"{role}.pub" for role in ("target", "draft", "client"))]
     own = (f"{role}.key" for role in WORKER_ROLES.get(name, ("client",)))
     return [*own, "coordinator.pub"]
+
+
+SOCKET = f"{RUN}/coordinator"
+SECRETS = "/run/secrets"
+
+
+def compose_file(configuration: Configuration) -> str:
+    """Return the compose file for these settings on this machine. `UserError` for a model that is
+    not on this machine and for a coordinator with a configured address; `SettingsError` and
+    `KeysError` for existing keys that would be refused."""
+    if (listen := configuration.settings.coordinator.listen) != "ipc":
+        raise UserError(
+            f"coordinator.listen = {listen!r}: the containers use their own socket; leave it out"
+        )
+    asked = configuration.settings.http
+    keys = str(Path(asked.api_key_file or "api-keys").expanduser())
+    keys = keys if asked.api_key_file else f"./{keys}"
+    check_api_keys(Path(keys))
+    configuration = listening(settled(configuration), f"{SECRETS}/api-keys")
+    there = Destination(
+        address=f"ipc://{SOCKET}",
+        listen=f"ipc://{SOCKET}",
+        keys=lambda _: SECRETS,
+        model=in_container,
+    )
+    return documents(
+        "compose.yaml",
+        literal=lambda text: text.replace("$", "$$"),  # no variable is replaced
+        numbers=format_numbers,
+        whole=whole_model,
+        dockerfile=DOCKERFILE,
+        parts=parts_of(configuration, there),
+        image=image(),
+        user=USER,
+        stop_s=round(3 * GRACE_S),
+        socket=SOCKET,
+        ready=READY.format(port=asked.port),
+        host=f"[{asked.host}]" if ":" in asked.host else asked.host,
+        port=asked.port,
+        run=RUN,
+        cache=CACHE,
+        models=MODELS,
+        confined=CONFINED,
+        keys=keys,
+    )
+
+
+LISTEN = f"tcp://0.0.0.0:{PORT}"
+PROBE_S = 5  # a server that has half a core may take so long to answer under load
+LEADER = "$(LWS_LEADER_ADDRESS)"
+"""The address of the leader, which the controller puts into every container's environment."""
+
+
+def kubernetes_manifest(configuration: Configuration) -> str:
+    """Return the manifest for these settings. `UserError` for a model that is not on this machine,
+    since its size determines the memory, and for a coordinator with a configured address;
+    `SettingsError` and `KeysError` for existing keys that would be refused."""
+    listen = configuration.settings.coordinator.listen
+    if listen not in ("ipc", LISTEN):
+        raise UserError(f"coordinator.listen = {listen!r}: the pods use {LISTEN}; leave it out")
+    folder = Path(configuration.settings.coordinator.keys or "keys").expanduser()
+    asked = configuration.settings.http.api_key_file
+    api_keys = Path(asked).expanduser() if asked else folder / "api-keys"
+    check_api_keys(api_keys)
+    configuration = listening(settled(configuration), f"{RUN}/http/api-keys")
+    there = Destination(
+        address=f"tcp://{LEADER}:{PORT}",
+        listen=LISTEN,
+        keys=lambda name: f"{RUN}/{name}",
+        model=in_container,
+        bound=False,
+    )
+    parts = parts_of(configuration, there)
+    return documents(
+        "kubernetes.yaml",
+        literal=_literal,
+        amounts=_amounts,
+        dockerfile=DOCKERFILE,
+        folder=str(folder),
+        api_keys=str(api_keys),
+        secrets={part.name: _secret_files(part.name, folder, api_keys) for part in parts},
+        claimed=sorted({whole_model(path) for part in parts for path in part.models}),
+        parts=parts,
+        image=image(),
+        user=USER,
+        stop_s=round(3 * GRACE_S),
+        probe_s=PROBE_S,
+        port=configuration.settings.http.port,
+        inner=PORT,
+        run=RUN,
+        cache=CACHE,
+        models=MODELS,
+        variables=CONFINED,
+    )
+
+
+def _secret_files(name: str, folder: Path, api_keys: Path) -> dict[str, Path]:
+    files = {file: folder / file for file in key_names(folder, name)}
+    return {**files, "api-keys": api_keys} if name == "http" else files
+
+
+def _amounts(part: Part) -> dict[str, str]:
+    cpu = str(len(set(part.place.cores))) if part.is_worker else "500m"
+    memory = {} if part.memory is None else {"memory": str(part.memory)}
+    return {"cpu": cpu, **memory, **({"nvidia.com/gpu": "1"} if part.gpu else {})}
+
+
+def _literal(word: str) -> str:
+    """Return an argument in which nothing but the leader's address is replaced."""
+    return LEADER.join(part.replace("$(", "$$(") for part in word.split(LEADER))

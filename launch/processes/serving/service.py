@@ -6,6 +6,9 @@ ready; before, only the last lines of a failed one are shown.
 """
 
 import logging
+import os
+import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -16,16 +19,25 @@ from typing import NoReturn
 from dovetail.launch.console.terminal import Intervals, loading_text
 from dovetail.launch.files.directory import announced
 from dovetail.launch.processes.child_output import registered
-from dovetail.launch.processes.serving.inquiry import Inquiry
 from dovetail.launch.processes.serving.parts import GiveUp, Leave, Part, Replace, Start, Stop, Tell
 from dovetail.launch.processes.serving.site import COORDINATOR, HTTP, Running, Site
 from dovetail.launch.processes.serving.watch import Action, Watch
 from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
-from dovetail.protocol.errors import DovetailError
-from dovetail.protocol.links import open_link
-from dovetail.protocol.messages import Fault, Reported, Role, Supervised
+from dovetail.protocol.codec import REPLY, encode
+from dovetail.protocol.errors import DecodeError, DovetailError, LinkClosed, LinkError
+from dovetail.protocol.links import Link, open_link
+from dovetail.protocol.messages import (
+    Fault,
+    Hello,
+    Message,
+    Reported,
+    Role,
+    Status,
+    Supervised,
+    Welcome,
+)
 
 log = logging.getLogger("dovetail.serve")
 
@@ -293,7 +305,7 @@ class Service:
             )
         return True
 
-    def _ask(self, inquiry: Inquiry, now_s: float) -> None:
+    def _ask(self, inquiry: "Inquiry", now_s: float) -> None:
         state = inquiry.news(now_s, ASK_EVERY_S if not self._watch.missing else 0.0)
         if state is not None:
             self.state = state
@@ -343,3 +355,73 @@ class Service:
 
     def _log(self, words: str) -> None:
         log.info("%s%s", self._called, words)
+
+
+RETRY_S = 0.2  # between two attempts to connect
+
+
+class Inquiry:
+    """A client of a coordinator; it connects on the first poll, and reconnects when the coordinator
+    is lost."""
+
+    def __init__(self, connect: Callable[[], Link]) -> None:
+        """`connect` may take a moment, and raises `LinkError` without an answer."""
+        self._connect = connect
+        self._epoch = secrets.randbits(62)
+        self._link: Link | None = None
+        self._ask_s = 0.0
+        self._registered = self._asked = False
+
+    def news(self, now_s: float, every_s: float) -> Reported | None:
+        """Return the coordinator's answer since the last call, or None. It is polled every
+        `every_s` seconds."""
+        try:
+            if self._link is None and not self._open(now_s):
+                return None
+            found = self._take()
+            if self._registered and not self._asked and now_s >= self._ask_s:
+                self._send(Status(epoch=self._epoch))
+                self._asked, self._ask_s = True, now_s + every_s
+        except LinkError:
+            self.close()
+            return None
+        return found
+
+    def close(self) -> None:
+        """Disconnect; the next poll makes a new connection."""
+        if self._link is not None:
+            self._link.close()
+        self._link, self._registered, self._asked = None, False, False
+
+    def _open(self, now_s: float) -> bool:
+        if now_s < self._ask_s:
+            return False
+        self._ask_s = now_s + RETRY_S
+        self._link = self._connect()
+        self._send(
+            Hello(
+                epoch=self._epoch,
+                roles=("client",),
+                name=f"client-{os.getpid()}",
+                host=socket.gethostname()[:512],
+                pid=os.getpid(),
+            )
+        )
+        return True
+
+    def _take(self) -> Reported | None:
+        assert self._link is not None
+        found: Reported | None = None
+        while (frames := self._link.receive(0.0)) is not None:
+            try:
+                reply = REPLY.decode(frames)
+            except DecodeError as error:
+                raise LinkClosed(f"the coordinator's answer is malformed: {error}") from None
+            self._registered |= isinstance(reply, Welcome)
+            if isinstance(reply, Reported):
+                self._asked, found = False, reply
+        return found
+
+    def _send(self, message: Message) -> None:
+        assert self._link is not None
+        self._link.offer(encode(message))
