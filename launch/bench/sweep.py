@@ -15,8 +15,7 @@ from typing import Any
 from dovetail.launch.bench.methods import NONE, Method
 from dovetail.launch.bench.table import interval, number, share
 from dovetail.launch.console.terminal import print_table
-from dovetail.launch.files.bars import Bar, Group, draw_bars
-from dovetail.launch.files.charts import Curve, Panel, draw_panels
+from dovetail.launch.files.charts import Bar, Curve, Group, Panel, draw_bars, draw_panels
 from dovetail.launch.settings.configure import parse_setting
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_GAMMA, Settings

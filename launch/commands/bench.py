@@ -23,8 +23,6 @@ import click
 
 from dovetail.launch.bench import figures
 from dovetail.launch.bench.contenders import Contender, contenders
-from dovetail.launch.bench.csv import COLUMNS as CSV_COLUMNS
-from dovetail.launch.bench.csv import csv_text
 from dovetail.launch.bench.journal import Journal, heading_of, open_journal
 from dovetail.launch.bench.load import table as load_table
 from dovetail.launch.bench.load.measured import (
@@ -52,7 +50,7 @@ from dovetail.launch.bench.sweep import (
     show_sweep,
     swept,
 )
-from dovetail.launch.bench.table import COLUMNS, SWEPT, show, show_notes
+from dovetail.launch.bench.table import COLUMNS, CSV_COLUMNS, SWEPT, csv_text, show, show_notes
 from dovetail.launch.bench.turns import Cell, measure
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of, rare, seed_option

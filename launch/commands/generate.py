@@ -15,8 +15,9 @@ from dovetail.launch.console.options import FILE, SEED, connect_option, json_opt
 from dovetail.launch.console.terminal import failure_told, note
 from dovetail.launch.decoding.batch import decode_file
 from dovetail.launch.decoding.request import Wish, check_stops, read_prompt, tell_what_travels
-from dovetail.launch.decoding.single import decode_one, decode_over_http
-from dovetail.launch.decoding.summary import (
+from dovetail.launch.decoding.single import (
+    decode_one,
+    decode_over_http,
     missing_draft,
     other_targets,
     summary,

@@ -25,7 +25,6 @@ from dovetail.launch.console.options import json_option, option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.extras import extra
 from dovetail.launch.processes import preflight
-from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.child import name_process
 from dovetail.launch.processes.connection import (
     ends_of,
@@ -34,6 +33,7 @@ from dovetail.launch.processes.connection import (
     slow_kernels,
     with_choices,
 )
+from dovetail.launch.processes.preflight import check_coordinator, check_port
 from dovetail.launch.processes.serving.local import Local
 from dovetail.launch.processes.serving.service import Service
 from dovetail.launch.processes.stack import check_models, check_stack

@@ -36,9 +36,6 @@ def as_trend(values: Sequence[float | None], top: float, width: int = TREND) -> 
     return letters.rjust(width)
 
 
-
-
-
 def as_lines(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:
     if lines:
         yield Text(title, "bold")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from dovetail.launch.processes.child import LET_GO
-from dovetail.launch.processes.serving.parts import Ending
+from dovetail.launch.processes.serving.site import Ending
 from dovetail.launch.processes.supervise import Child
 from dovetail.protocol.errors import printable
 from dovetail.protocol.messages import WorkerState

@@ -4,8 +4,7 @@ import pytest
 
 from dovetail.launch.bench.methods import read_method
 from dovetail.launch.bench.sweep import draw_speedups
-from dovetail.launch.files.bars import Bar, Group, draw_bars, shortened
-from dovetail.launch.files.charts import COLOURS, LETTER
+from dovetail.launch.files.charts import COLOURS, LETTER, Bar, Group, draw_bars, shortened
 from dovetail.launch.settings.configure import configure
 from support.charts import shapes_of, size_of, texts_of
 

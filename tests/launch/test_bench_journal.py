@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from dovetail.launch.bench.contenders import Contender, Ours, Theirs
-from dovetail.launch.bench.csv import COLUMNS, csv_text
 from dovetail.launch.bench.journal import Journal, heading_of, open_journal
 from dovetail.launch.bench.methods import Method, PromptSet, read_method
+from dovetail.launch.bench.table import CSV_COLUMNS, csv_text
 from dovetail.launch.bench.turns import Cell, measure
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.settings.configure import configure
@@ -226,7 +226,7 @@ def test_a_peer_goes_on_with_the_numbers_of_threads_that_it_began_with() -> None
 
 
 def test_a_table_for_other_programs_has_a_line_a_row_and_nothing_for_what_is_not_known() -> None:
-    row = dict.fromkeys(COLUMNS) | {
+    row = dict.fromkeys(CSV_COLUMNS) | {
         "method": "small,tree.gamma=4",
         "prompts": "set",
         "temperature": 0.0,
@@ -248,7 +248,7 @@ def test_a_table_for_other_programs_has_a_line_a_row_and_nothing_for_what_is_not
             strict=True,
         )
     )
-    assert list(told) == list(COLUMNS)
+    assert list(told) == list(CSV_COLUMNS)
     assert {
         name: told[name]
         for name in (*shlex.split("method tau pass_ms draft_ms replies differ ahead hit_rate"),)

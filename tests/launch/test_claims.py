@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.machine.claims import claim
 from dovetail.launch.machine.topology import Node, Topology
+from dovetail.launch.processes.ray.seat import claim
 from dovetail.protocol.errors import UserError
 
 TWO_SOCKETS = Topology((Node(0, ((0, 4), (1, 5)), 1 << 30), Node(1, ((2, 6), (3, 7)), 1 << 30)))

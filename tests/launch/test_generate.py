@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from dovetail.launch import cli
 from dovetail.launch.decoding.request import STOP_CHARACTERS
-from dovetail.launch.decoding.summary import (
+from dovetail.launch.decoding.single import (
     NOTHING_PAID,
     other_targets,
     summary,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.launch.processes.serving.parts import (
+from dovetail.launch.processes.serving.site import (
     Ending,
     GiveUp,
     Leave,

@@ -11,13 +11,13 @@ from dovetail.launch.files.deployment.parts import (
     WORKER_ROLES,
     Destination,
     Part,
+    documents,
     keeping,
     key_files,
     parts_of,
     settled,
     whole_model,
 )
-from dovetail.launch.files.deployment.templates import documents
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration

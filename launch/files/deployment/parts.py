@@ -6,7 +6,13 @@ same settings.
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cards import read_cards
@@ -29,6 +35,34 @@ from dovetail.protocol.keys import COORDINATOR, OwnKey, load_own_key, own_key_fo
 from dovetail.protocol.settings import Settings
 from dovetail.workers.devices.registry import Memory, memory_of
 from dovetail.workers.models.checkpoints.gguf.view import spelled
+
+FOLDER = Path(__file__).with_name("templates")
+
+
+def text(name: str, /, **facts: Any) -> str:
+    """Render a template with these values; functions among them are filters, too."""
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    environment.filters |= {"quote": quote} | {
+        name: fact for name, fact in facts.items() if callable(fact)
+    }
+    return environment.get_template(name).render(facts)
+
+
+def documents(name: str, /, **facts: Any) -> str:
+    """Return the YAML documents of a template as PyYAML lays them out, below the comment at the top
+    of the template."""
+    rendered = text(name, **facts)
+    head = "".join(takewhile(lambda line: line.startswith("#"), rendered.splitlines(True)))
+    body: str = yaml.safe_dump_all(yaml.safe_load_all(rendered), sort_keys=False, width=100)
+    return head + body
+
 
 NVIDIA = Path("/dev/nvidiactl")
 WORKER_ROLES = {"target": ("target",), "draft": ("draft",), "unified": ("target", "draft")}

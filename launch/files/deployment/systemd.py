@@ -23,9 +23,9 @@ from dovetail.launch.files.deployment.parts import (
     local_host,
     parts_of,
     settled,
+    text,
     whole_model,
 )
-from dovetail.launch.files.deployment.templates import text
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.supervise import GRACE_S

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dovetail.launch.processes.serving.parts import Ending
+from dovetail.launch.processes.serving.site import Ending
 from dovetail.protocol.errors import DovetailError, UserError
 
 LOOK_EVERY_S, LOOK_SELDOM_S = 0.1, 1.0

@@ -3,26 +3,95 @@ replaces words in braces: `{folder}`, a private folder with the keys of the proc
 address of the node. Results are plain values. Does not import Ray.
 """
 
+import fcntl
 import os
 import shutil
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dovetail.launch.cli import installed_version
-from dovetail.launch.machine.claims import Claim, claim
-from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.files.directory import runtime_directory
+from dovetail.launch.machine.binding import Place
+from dovetail.launch.machine.topology import Topology, format_numbers, read_topology
 from dovetail.launch.processes.child_output import Ear, ending_of, let_speak_and_kill
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.catalog import PREFIX
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import VERSION
+
+
+def candidates(topology: Topology, *, last: bool = False) -> list[list[tuple[int, int]]]:
+    """Return the hardware threads in the order in which they are claimed, each as memory node and
+    number, by memory node: first one of each physical core. `last`: from the last core on."""
+    lists = []
+    for node in topology.computing:
+        cores = node.cores[::-1] if last else node.cores
+        turns = range(max(map(len, cores)))
+        lists.append(
+            [(node.number, core[turn]) for turn in turns for core in cores if turn < len(core)]
+        )
+    return lists[::-1] if last else lists
+
+
+class Claim:
+    """Cores that are this process's own until it closes the claim or ends."""
+
+    def __init__(self, place: Place, locks: Sequence[int]) -> None:
+        self.place, self._locks = place, locks
+
+    def close(self) -> None:
+        """Let go of the cores."""
+        for lock in self._locks:
+            os.close(lock)
+
+
+def claim(count: int, *, last: bool = False, topology: Topology | None = None) -> Claim:
+    """Claim this many cores, of one memory node if possible, with that node's memory on a machine
+    of several. `UserError` if fewer are left."""
+    lists = candidates(topology or read_topology(), last=last)
+    folder = runtime_directory()
+    apart = len(lists) > 1
+    free = 0
+    for choice in [*lists, *([[core for own in lists for core in own]] if apart else [])]:
+        taken = _take(folder, choice, count)
+        if len(taken) == count:
+            nodes = {node for node, _ in taken} if apart else set[int]()
+            cores = tuple(sorted(number for _, number in taken))
+            return Claim(Place(cores, tuple(sorted(nodes))), [*taken.values()])
+        free = len(taken)
+        Claim(Place(()), [*taken.values()]).close()
+    known = format_numbers(sorted(core for own in lists for _, core in own))
+    raise UserError(
+        f"{count} cores were asked for, and {free} of the cores {known} are free: ask for fewer"
+    )
+
+
+def _take(
+    folder: Path, choice: Iterable[tuple[int, int]], count: int
+) -> dict[tuple[int, int], int]:
+    """Lock the files of this many free cores among these, or of all free ones if they are fewer;
+    return the descriptors by core."""
+    taken: dict[tuple[int, int], int] = {}
+    for core in choice:
+        if len(taken) == count:
+            break
+        path = folder / f"core-{core[1]}.lock"
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        taken[core] = lock
+    return taken
+
 
 MOST_LINES = 200  # lines of stderr in one result
 LOOK_S, ALONE_S = 1.0, 10.0

@@ -19,8 +19,19 @@ from typing import NoReturn
 from dovetail.launch.console.terminal import Intervals, loading_text
 from dovetail.launch.files.directory import announced
 from dovetail.launch.processes.child_output import registered
-from dovetail.launch.processes.serving.parts import GiveUp, Leave, Part, Replace, Start, Stop, Tell
-from dovetail.launch.processes.serving.site import COORDINATOR, HTTP, Running, Site
+from dovetail.launch.processes.serving.site import (
+    COORDINATOR,
+    HTTP,
+    GiveUp,
+    Leave,
+    Part,
+    Replace,
+    Running,
+    Site,
+    Start,
+    Stop,
+    Tell,
+)
 from dovetail.launch.processes.serving.watch import Action, Watch
 from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
 from dovetail.launch.processes.supervise import GRACE_S

@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.launch.console.terminal import counted
-from dovetail.launch.processes.serving.parts import (
+from dovetail.launch.processes.serving.site import (
     Ending,
     GiveUp,
     Leave,
