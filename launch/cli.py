@@ -108,8 +108,12 @@ class LazyGroup(click.Group):
         if args[0] not in COMMANDS and args[0] in migration.names().commands:
             hint = migration.names().commands[args[0]]
             raise click.UsageError(f"there is no command {args[0]!r}; in dovetail: {hint}", ctx)
-        if args[0] not in COMMANDS and (near := _near(args[0])):
-            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
+        if args[0] not in COMMANDS:
+            import difflib  # only needed for a command that does not exist
+
+            if near := difflib.get_close_matches(args[0], COMMANDS, 1):
+                text = f"No such command {args[0]!r}. Did you mean {near[0]!r}?"
+                raise click.UsageError(text, ctx)
         if args[0] not in FEW_FILES and not {*args} & {*NAMES_OF_HELP}:
             from dovetail.launch.processes.child import check_files  # not needed for help
 
@@ -127,12 +131,6 @@ class LazyGroup(click.Group):
             if present := [(name, line) for name, line in commands.items() if name in COMMANDS]:
                 with formatter.section(heading):
                     formatter.write_dl(present)
-
-
-def _near(name: str) -> list[str]:
-    import difflib  # only needed for a command that does not exist
-
-    return difflib.get_close_matches(name, COMMANDS, 1)
 
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:

@@ -234,13 +234,11 @@ def founder(methods: Sequence[Method], of: Method) -> Method:
     if any(_processes(method) != _processes(first) for method in sharing):
         raise ValueError(f"{', '.join(one.name for one in sharing)}: their models differ")
     waits = all(method.configuration.settings.draft.ahead is False for method in sharing)
-    return (
-        first
-        if waits
-        else replace(
-            first,
-            configuration=first.configuration.over("shared processes", {"draft.ahead": "auto"}),
-        )
+    if waits:
+        return first
+    return replace(
+        first,
+        configuration=first.configuration.over("shared processes", {"draft.ahead": "auto"}),
     )
 
 

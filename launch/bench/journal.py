@@ -220,7 +220,7 @@ def heading_of(
         "machine": _machine(),
         "methods": {
             method.name: {
-                **_settings(method),
+                **method.configuration.settings.model_dump(mode="json", exclude={"http"}),
                 "peer": vars(method.options) if method.peer else None,
             }
             for method in methods
@@ -230,11 +230,6 @@ def heading_of(
         "repeat": repeat,
         "seed": seed,
     }
-
-
-def _settings(method: Method) -> dict[str, Any]:
-    told: dict[str, Any] = method.configuration.settings.model_dump(mode="json", exclude={"http"})
-    return told
 
 
 def _machine() -> dict[str, str]:

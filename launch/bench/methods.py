@@ -67,11 +67,9 @@ class Method:
     @property
     def label(self) -> str:
         """Distinguishes a peer by its number of threads."""
-        return (
-            self.name
-            if self.threads is None
-            else f"{self.name} with {counted(self.threads, 'thread')}"
-        )
+        if self.threads is None:
+            return self.name
+        return f"{self.name} with {counted(self.threads, 'thread')}"
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,9 @@ class CoordinatorAnswerer:
                         show(*piece)
                     text += reply.text
                 elif isinstance(reply, Finished) and reply.request == request:
-                    self._forget_another(reply.result.fingerprint)
+                    other = reply.result.fingerprint  # another target may have answered
+                    if self._described is not None and self._described.fingerprint != other:
+                        self._described = self._templated = None
                     return Answer(
                         text, reply.result, interrupted=reply.result.finish_reason == "cancelled"
                     )
@@ -112,11 +114,6 @@ class CoordinatorAnswerer:
             self._described = self._client.describe()
             self._codec = codec_of(self._described)
         return self._codec
-
-    def _forget_another(self, fingerprint: str) -> None:
-        """The target that answered may be another than the one that was asked what it is."""
-        if self._described is not None and self._described.fingerprint != fingerprint:
-            self._described = self._templated = None
 
 
 @contextmanager

@@ -318,8 +318,6 @@ def _failure(status: int, said: dict[str, Any], *, sent_key: bool = False) -> Do
         )
     if status in LATER:
         return DovetailError(f"the server cannot answer now: {text}")
-    return (
-        RequestError("settings", text)
-        if status < 500
-        else DovetailError(f"the server failed: {text}")
-    )
+    if status < 500:
+        return RequestError("settings", text)
+    return DovetailError(f"the server failed: {text}")

@@ -213,7 +213,9 @@ def command(
     if url is None and configuration.origins["target.model"] == POSITIONAL:
         configuration = with_choices(configuration)
     if concurrency is not None or url is not None:
-        _check_alone(context)
+        for name, option in COMPARING.items():
+            if context.params[name]:
+                raise UserError(f"{option} does not go with --concurrency or --url: leave it out")
         plan = plan_of(
             _sets(files, limit),
             _heats(configuration, temperatures),
@@ -276,12 +278,6 @@ def _tell(result: dict[str, Any], sweeping: Sweep | None, *, as_json: bool) -> N
         show_notes(result)
     else:
         show(result)
-
-
-def _check_alone(context: click.Context) -> None:
-    for name, option in COMPARING.items():
-        if context.params[name]:
-            raise UserError(f"{option} does not go with --concurrency or --url: leave it out")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from dovetail.launch.chat.answering import Answerer, CoordinatorAnswerer
-from dovetail.launch.chat.conversation import COMMANDS, Answer, Command, Conversation, Manner, parse
+from dovetail.launch.chat.conversation import COMMANDS, Command, Conversation, Manner, parse
 from dovetail.launch.chat.templates import template_option
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
 from dovetail.launch.console.help import HelpCommand
@@ -184,7 +184,8 @@ class Chat:
             note(f"{error}\n/retry asks the question again")
             return
         if self._as_json:
-            click.echo(json.dumps(_told(answer), ensure_ascii=False))
+            told = {"text": answer.text} if answer.result is None else answer.result.model_dump()
+            click.echo(json.dumps(told, ensure_ascii=False))
         else:
             self._in_line = not answer.text.endswith("\n")
             self._end_line()
@@ -303,10 +304,6 @@ def _in_force(manner: Manner, name: str) -> str:
         else "random: another one for each reply",
     }
     return f"{name} {held[name]}"
-
-
-def _told(answer: Answer) -> dict[str, object]:
-    return answer.result.model_dump() if answer.result is not None else {"text": answer.text}
 
 
 def _seed(argument: str) -> int | None:

@@ -257,11 +257,9 @@ def drafting_tree(configuration: Configuration) -> TreeSettings:
     """The tree of the settings; without a policy, one that always drafts, so that there is
     something to compare."""
     tree = configuration.settings.tree
-    return (
-        tree
-        if configuration.given("tree.policy")
-        else tree.model_copy(update={"policy": "dynamic", "insist": True})
-    )
+    if configuration.given("tree.policy"):
+        return tree
+    return tree.model_copy(update={"policy": "dynamic", "insist": True})
 
 
 def _cases(tree: TreeSettings, tokens: int) -> list[Case]:

@@ -79,7 +79,9 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
     """
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
-    _check_engine(engine, configuration)
+    flags = [origin for origin in configuration.origins.values() if origin.startswith("--ray.")]
+    if engine == "local" and flags:
+        raise UserError(f"{flags[0]} is for a Ray cluster: add --engine ray, or leave it out")
     configuration, taken = with_generation_config(configuration)
     _check_addresses(configuration)
     configuration = with_choices(configuration)
@@ -113,12 +115,6 @@ def _open(engine: str, configuration: Configuration, opened: ExitStack) -> Any:
         site = Local(opened.enter_context(Supervisor()), configuration)
         return opened.enter_context(Service(site, configuration))
     return extra("launch.processes.ray.placed").open_services(configuration, opened)
-
-
-def _check_engine(engine: str, configuration: Configuration) -> None:
-    flags = [origin for origin in configuration.origins.values() if origin.startswith("--ray.")]
-    if engine == "local" and flags:
-        raise UserError(f"{flags[0]} is for a Ray cluster: add --engine ray, or leave it out")
 
 
 def _check_addresses(configuration: Configuration) -> None:

@@ -34,11 +34,7 @@ def command(configuration: Configuration, connect: str | None, as_json: bool) ->
     if as_json:
         click.echo(json.dumps(state.model_dump(exclude={"type", "epoch"})))
     else:
-        _show(_in_print(state))
-
-
-def _in_print(state: Reported) -> Reported:
-    return Reported.model_validate(in_print(state.model_dump()))
+        _show(Reported.model_validate(in_print(state.model_dump())))
 
 
 def _show(state: Reported) -> None:

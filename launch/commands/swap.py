@@ -371,20 +371,10 @@ def _command_for_another_machine(
         "draft": ("target", "draft"),
         "unified": SECTIONS["unified"],
     }[role]
-    settings = [flag for flag in configuration.typed(*sections) if _was_typed(configuration, flag)]
-    return shlex.join(
-        [
-            "dovetail",
-            "worker",
-            f"--role={role}",
-            f"--name={name}",
-            "--standby",
-            f"--connect={address}",
-            "--keys=FOLDER",
-            *settings,
-        ]
-    )
-
-
-def _was_typed(configuration: Configuration, flag: str) -> bool:
-    return configuration.given(flag.removeprefix("--").partition("=")[0])
+    settings = [
+        flag
+        for flag in configuration.typed(*sections)
+        if configuration.given(flag.removeprefix("--").partition("=")[0])
+    ]
+    place = ("--standby", f"--connect={address}", "--keys=FOLDER")
+    return shlex.join(["dovetail", "worker", f"--role={role}", f"--name={name}", *place, *settings])

@@ -2,8 +2,6 @@
 hidden states; never weights.
 """
 
-from collections.abc import Iterable
-
 from dovetail.launch.console.terminal import counted
 from dovetail.protocol.messages import Hello, Reported, WorkerState
 
@@ -43,7 +41,8 @@ def of_request(address: str, state: Reported) -> str:
     hops = [
         f"to the {'+'.join(worker.roles)} worker {worker.name} on {worker.host} "
         f"{_to_worker(worker)}"
-        for worker in _serving(state.workers)
+        for worker in state.workers
+        if not (worker.standby or worker.leaving)
     ]
     return "; ".join(
         (
@@ -52,10 +51,6 @@ def of_request(address: str, state: Reported) -> str:
             NEVER,
         )
     )
-
-
-def _serving(workers: Iterable[WorkerState]) -> list[WorkerState]:
-    return [worker for worker in workers if not (worker.standby or worker.leaving)]
 
 
 def _to_worker(worker: WorkerState) -> str:

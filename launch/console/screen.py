@@ -71,13 +71,11 @@ def as_percent(share: float | None) -> str:
 
 def as_span(seconds: float) -> str:
     whole = round(seconds)
-    return (
-        f"{whole} s"
-        if whole < 120
-        else f"{whole // 60} min"
-        if whole < 7200
-        else f"{whole // 3600} h {whole % 3600 // 60} min"
-    )
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 PAGES = ("overview", "tree", "sessions", "workers")

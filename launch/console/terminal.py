@@ -253,13 +253,11 @@ def in_print(value: Any) -> Any:
     """Plain values without control characters in their texts."""
     if isinstance(value, dict):
         return {name: in_print(inner) for name, inner in value.items()}
-    return (
-        tuple(map(in_print, value))
-        if isinstance(value, tuple | list)
-        else printable(value)
-        if isinstance(value, str)
-        else value
-    )
+    if isinstance(value, tuple | list):
+        return tuple(map(in_print, value))
+    if isinstance(value, str):
+        return printable(value)
+    return value
 
 
 def counted(number: int, one: str, many: str = "") -> str:

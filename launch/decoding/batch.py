@@ -60,7 +60,9 @@ def decode_file(
             taken_s = time.monotonic() - began_s
     for prompt, error in errors:
         note(f"{prompt.id}: {error}")
-    note(_batch_summary(len(left) - len(errors), batch.tokens, taken_s))
+    answered, tokens = counted(len(left) - len(errors), "prompt"), counted(batch.tokens, "token")
+    rate = batch.tokens / taken_s
+    note(f"{answered} answered: {tokens} in {taken_s:.2f} s · {rate:.1f} tokens/s")
     if batch.failure is not None:
         note(
             f"the draft failed in {counted(batch.failures, 'reply', 'replies')}; the first: "
@@ -73,13 +75,6 @@ def decode_file(
             if all(isinstance(error, UserError) for _, error in errors)
             else DovetailError(text)
         )
-
-
-def _batch_summary(prompts: int, tokens: int, seconds: float) -> str:
-    return (
-        f"{counted(prompts, 'prompt')} answered: {counted(tokens, 'token')} in "
-        f"{seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
-    )
 
 
 class _Batch:

@@ -177,10 +177,12 @@ def tell_full_context(result: Result, most: int) -> None:
 
 def summary(result: Result, models: str) -> str:
     """Return a line with the figures of a request."""
+    predicted = result.predicted_tokens_per_s
     parts = [
         f"{counted(result.completion_tokens, 'token')} in {result.wall_s:.2f} s, the first after "
         f"{result.time_to_first_token_s:.2f} s",
-        f"{result.tokens_per_s:.1f} tokens/s{_predicted(result)}",
+        f"{result.tokens_per_s:.1f} tokens/s"
+        + ("" if predicted is None else f" ({predicted:.1f} predicted)"),
     ]
     if result.tau is not None:
         parts.append(f"tau {result.tau:.2f}")
@@ -216,14 +218,6 @@ def other_targets(result: Result) -> str:
     return (
         "this reply comes from targets that compute differently; none of them alone would give it: "
         f"{', then '.join(result.fingerprints)}"
-    )
-
-
-def _predicted(result: Result) -> str:
-    return (
-        ""
-        if result.predicted_tokens_per_s is None
-        else f" ({result.predicted_tokens_per_s:.1f} predicted)"
     )
 
 

@@ -232,12 +232,11 @@ def writable_profile_path() -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
-    return (
-        path
-        if os.access(path.parent, os.W_OK)
-        and (not path.exists() or os.access(path, os.R_OK | os.W_OK))
-        else None
-    )
+    if os.access(path.parent, os.W_OK) and (
+        not path.exists() or os.access(path, os.R_OK | os.W_OK)
+    ):
+        return path
+    return None
 
 
 def announcements() -> list[Announcement]:

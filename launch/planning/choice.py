@@ -151,15 +151,9 @@ def _best(
     alone = next((one for one in every if one.candidate is None), None)
     gain = "" if alone is None else f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without"
     expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"
-    return _draft(configuration, best.candidate, expected)
-
-
-def _draft(
-    configuration: Configuration, candidate: "Candidate", why: str
-) -> tuple[Configuration, list[str]]:
-    model = candidate.settings.model
+    model, name = best.candidate.settings.model, best.candidate.name
     chosen = configuration.over("chosen", {"draft.model": model})
-    return chosen, [f"draft {view.spelled(model)} ({candidate.name}): {why}; --draft names another"]
+    return chosen, [f"draft {view.spelled(model)} ({name}): {expected}; --draft names another"]
 
 
 def _reader(configuration: Configuration, target: Path) -> "Reader":

@@ -32,7 +32,6 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE
-from dovetail.protocol.settings import Settings
 from dovetail.runtime.costs.rounds import Origin
 from dovetail.runtime.planner import Draft, Option, Planner
 from dovetail.workers import kernels
@@ -282,7 +281,8 @@ def subject_here(
     configuration: Configuration, say: Callable[[str], None], before: Here | None = None
 ) -> Subject:
     """The target of the settings on this machine; `before`: of the same one in other weights."""
-    _check_folder(configuration.settings)
+    if model := configuration.settings.target.model:
+        read_config(folder_of(model), "target model")  # an error before anything is measured
     here = look_here(configuration, say, before)
     target = configuration.settings.target
     subject = Subject(
@@ -297,13 +297,6 @@ def subject_here(
         here.parts,
     )
     return subject
-
-
-def _check_folder(settings: Settings) -> None:
-    """Raise `CheckpointError` before anything is measured for a target whose config.json cannot be
-    read."""
-    if settings.target.model:
-        read_config(folder_of(settings.target.model), "target model")
 
 
 def folder_of(source: str) -> Path:

@@ -102,11 +102,9 @@ class Connection:
 
     def peak_rss_mb(self) -> float:
         """The peak memory of our stack's workers, summed, in 10^6 bytes."""
-        return (
-            sum(child.peak_rss_bytes() for child in self.stack.workers) / 1e6
-            if self.stack is not None
-            else 0.0
-        )
+        if self.stack is not None:
+            return sum(child.peak_rss_bytes() for child in self.stack.workers) / 1e6
+        return 0.0
 
     def failure(self, reply: Failed) -> DovetailError:
         """Why a request failed; if one of our processes caused it, the last output of that
@@ -114,11 +112,9 @@ class Connection:
         losses = self.stack.losses() if self.stack is not None else []
         if losses and reply.code in ("worker_lost", "no_target"):
             return losses[0]
-        return (
-            RequestError(reply.code, reply.text)
-            if reply.code in MISTAKES
-            else DovetailError(reply.text)
-        )
+        if reply.code in MISTAKES:
+            return RequestError(reply.code, reply.text)
+        return DovetailError(reply.text)
 
 
 @contextmanager

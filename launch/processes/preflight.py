@@ -375,10 +375,8 @@ def _holder(port: int) -> str:
     try:
         process = psutil.Process(pid)
         parent = process.parent()
-        return (
-            f"`dovetail serve` (pid {parent.pid})"
-            if parent is not None and parent.name() == SERVE
-            else f"{process.name()} (pid {pid})"
-        )
+        if parent is not None and parent.name() == SERVE:
+            return f"`dovetail serve` (pid {parent.pid})"
+        return f"{process.name()} (pid {pid})"
     except psutil.Error:
         return f"pid {pid}"

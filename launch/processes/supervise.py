@@ -106,11 +106,9 @@ class Child:
         return f"was killed by {signal.Signals(-code).name}{why}"
 
     def _why_killed(self) -> str:
-        return (
-            why_killed(self.process.pid, self.before)
-            if self.process.returncode == -signal.SIGKILL
-            else ""
-        )
+        if self.process.returncode == -signal.SIGKILL:
+            return why_killed(self.process.pid, self.before)
+        return ""
 
     def failure(self) -> DovetailError:
         """Its error: a `UserError` if it reported a user error."""

@@ -1,7 +1,7 @@
 """Draws the findings of a run: the object that `dovetail profile --json` prints and the figure
 shows, from what was watched, sampled and sounded."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -49,6 +49,7 @@ def find(
     bounds = _bounds(evidence, rates, costs.target, split, subject, judged=not _disturbed(others))
     advice = advise(rates, rate, subject, say)
     experts = _experts(evidence, costs.target)
+    accepted = Counter(place for one in evidence.drafted for place in range(len(one.accepted)))
     return {
         "title": evidence.title,
         "workload": evidence.workload,
@@ -59,7 +60,7 @@ def find(
         "tokens": brought + timeline.firsts_of(evidence.rounds),
         "tau": tau,
         "tokens_per_s": rate,
-        "accepted_per_position": _at_positions(evidence.drafted),
+        "accepted_per_position": [n / len(evidence.drafted) for n in accepted.values()],
         "hit_rate": _share([record.hit for record in evidence.drafted]),
         "plain_share": _share([not record.verified for record in evidence.records]),
         "devices": {actor.name: _device(actor, uses[actor.name], evidence) for actor in actors},
@@ -81,14 +82,6 @@ def find(
 
 def _share(flags: Sequence[bool]) -> float | None:
     return fmean(flags) if flags else None
-
-
-def _at_positions(drafted: Sequence[RoundRecord]) -> list[float]:
-    counts: dict[int, int] = defaultdict(int)
-    for record in drafted:
-        for depth in range(len(record.accepted)):
-            counts[depth] += 1
-    return [counts[depth] / len(drafted) for depth in range(len(counts))]
 
 
 # -- devices ---------------------------------------------------------------------------------------

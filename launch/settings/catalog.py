@@ -39,11 +39,9 @@ class Setting:
 
     @cached_property
     def type(self) -> Any:
-        return (
-            Annotated[self.field.annotation, *self.field.metadata]
-            if self.field.metadata
-            else self.field.annotation
-        )
+        if self.field.metadata:
+            return Annotated[self.field.annotation, *self.field.metadata]
+        return self.field.annotation
 
     @cached_property
     def expected(self) -> str:
@@ -96,13 +94,6 @@ class Setting:
         )
 
 
-def _settings() -> dict[str, Setting]:
-    found: dict[str, Setting] = {}
-    for section, part in Settings.model_fields.items():
-        found.update(_leaves(section, part))
-    return found
-
-
 def _leaves(name: str, info: FieldInfo) -> dict[str, Setting]:
     """A setting, or those of a table of settings."""
     model = info.annotation
@@ -115,7 +106,9 @@ def _leaves(name: str, info: FieldInfo) -> dict[str, Setting]:
     }
 
 
-SETTINGS = _settings()  # dotted name -> setting, in the order of the model
+SETTINGS: dict[str, Setting] = {}  # dotted name -> setting, in the order of the model
+for _section, _part in Settings.model_fields.items():
+    SETTINGS |= _leaves(_section, _part)
 
 
 def _expected(kind: Any) -> list[str]:

@@ -189,8 +189,6 @@ def _bounds(numbers: Any) -> tuple[float, ...]:
     ):
         return ()
     sound = len(numbers) < MAX_BINS and all(0 <= number <= MOST_NATS for number in numbers)
-    return (
-        tuple(map(float, numbers))
-        if sound and all(before < after for before, after in pairwise(numbers))
-        else ()
-    )
+    if sound and all(before < after for before, after in pairwise(numbers)):
+        return tuple(map(float, numbers))
+    return ()

@@ -82,11 +82,9 @@ def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
 def public_name(target: str) -> str:
     """Return the name of a target on a card: a hub id as it is, a folder by its name without the
     path, which is private."""
-    return (
-        f"the model in a folder called {Path(target).resolve().name}"
-        if Path(target).is_dir()
-        else target
-    )
+    if Path(target).is_dir():
+        return f"the model in a folder called {Path(target).resolve().name}"
+    return target
 
 
 def _shape(trained: "Trained") -> str:

@@ -93,7 +93,12 @@ def _train(wish: Wish, place: "Workplace", peers: "ProcessGroup") -> "Trained | 
 
     features, name = _features(wish)
     target = read_target(name)
-    _check_features(features, target, name)
+    origin = features.origin
+    if origin.digest != target.digest:
+        raise UserError(
+            f"the features are of {origin.target} (checkpoint {origin.digest[:12]}), not of {name} "
+            f"({target.digest[:12]})"
+        )
     shape, plan = _shape(wish, features, target), _plan(wish, target, peers)
     about = {
         "target": target.digest,
@@ -157,14 +162,6 @@ def _features(wish: Wish) -> "tuple[Features, str]":
     examples = read_examples(files, reader)
     taps = "auto" if recipe_of(wish.kind).trainable.reads_taps else "none"
     return online_features(examples, open_states(target, taps=taps)), target
-
-
-def _check_features(features: "Features", target: "TargetParts", name: str) -> None:
-    if features.origin.digest != target.digest:
-        raise UserError(
-            f"the features are of {features.origin.target} (checkpoint "
-            f"{features.origin.digest[:12]}), not of {name} ({target.digest[:12]})"
-        )
 
 
 def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShape":

@@ -305,7 +305,7 @@ def test_containers_that_would_not_listen_where_they_are_told_to_are_a_mistake(
 ) -> None:
     flags = {"coordinator__listen": listen, "coordinator__keys": str(keys)}
     for export in (compose_file, kubernetes_manifest):
-        with pytest.raises(UserError, match=f"'{re.escape(listen)}', and .*: leave it out"):
+        with pytest.raises(UserError, match=f"'{re.escape(listen)}': .*; leave it out"):
             export(settings(**flags))
     there = {**flags, "coordinator__listen": "tcp://0.0.0.0:5555"}
     assert "--coordinator.listen=tcp://0.0.0.0:5555" in kubernetes_manifest(settings(**there))

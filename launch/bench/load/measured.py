@@ -197,19 +197,15 @@ def measure(server: Served, plan: Plan) -> Findings:
         for place, level in enumerate(plan.levels):
             for turn in range(plan.repeat):
                 for method in rotated(server.methods, place + turn):
-                    load = _run(server, plan, method, level, step)
+                    said = f"{method}, {level} at once" if method != OTHER else f"{level} at once"
+                    asking, number = partial(_ask, server, plan, method), plan.requests_at(level)
+                    load = run(asking, number, level, partial(step, said))
                     found.loads.setdefault((method, level), []).append(load)
                     found.interrupted = load.interrupted
                     found.lost = next((str(loss) for loss in server.lost()), "")
                     if found.interrupted or found.lost:
                         return found
     return found
-
-
-def _run(server: Served, plan: Plan, method: str, level: int, step: Callable[[str], None]) -> Load:
-    said = f"{method}, {level} at once" if method != OTHER else f"{level} at once"
-    asking = partial(_ask, server, plan, method)
-    return run(asking, plan.requests_at(level), level, lambda: step(said))
 
 
 def _ask(server: Served, plan: Plan, method: str, number: int) -> Reply:

@@ -141,7 +141,9 @@ class Replicas:
             self._perform(self._watch.ready(ROUTER, now_s))
         elif child is not None and ROUTER not in self._watch.missing:
             self._watch.answered((), now_s)
-        self._pass_on()
+        if self._ear is not None and self._watch.serving:
+            for line in self._ear.listen():
+                log.info("%s: %s", ROUTER, line)
         self._perform(self._watch.due(now_s))
 
     def _perform(self, actions: Sequence[Action], ended: Child | None = None) -> None:
@@ -170,8 +172,3 @@ class Replicas:
             self._ear.close()
         self._child = self._supervisor.start(ROUTER, arguments, reads=True)
         self._ear = Ear(self._child)
-
-    def _pass_on(self) -> None:
-        if self._ear is not None and self._watch.serving:
-            for line in self._ear.listen():
-                log.info("%s: %s", ROUTER, line)

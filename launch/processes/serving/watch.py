@@ -332,7 +332,9 @@ class Watch:
             self._begin_to_serve()
         if name == self._root:
             state.been_ready = False
-            self._expect_back()
+            for other in self._states.values():  # its workers must register with the next one
+                if other.part.known:
+                    other.ready_s = None
         return [Tell(f"the {name} {ending.words}; it is restarted in {pause_s:g} s")]
 
     def refused(self, name: str, why: str, now_s: float) -> list[Action]:
@@ -345,12 +347,6 @@ class Watch:
         self._lose(name, f"it was not started: {why}", now_s)
         state.stop(now_s + pause_s)
         return [Tell(f"the {name} was not started; the next attempt is in {pause_s:g} s: {why}")]
-
-    def _expect_back(self) -> None:
-        """The root is lost: its workers must register with the next one."""
-        for state in self._states.values():
-            if state.part.known:
-                state.ready_s = None
 
     def _is_stuck(self, state: _State, now_s: float) -> bool:
         """True if a part has been silent for too long, by the root's reports if it sends none. A
