@@ -1,8 +1,6 @@
-"""The command line: the list of commands, and their exit codes.
-
-A command's module is imported when the command is chosen, so that help needs neither pydantic nor
-torch. Exit codes: 0 done, 1 failed, 2 user error (one line, never a traceback), 130 interrupted.
-"""
+"""The commands and their exit codes: 0 done, 1 failed, 2 user error (one line, no traceback), 130
+interrupted. A command's module is imported when it is chosen: help needs neither pydantic nor
+torch."""
 
 import contextlib
 import gc

@@ -184,12 +184,9 @@ def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
 def contenders(
     methods: Sequence[Method], programs: Mapping[str, Path | None] | None = None
 ) -> Iterator[dict[str, Contender]]:
-    """Start the processes of each method on the same cores, and yield them by the methods' labels
-    once all are ready; the first method is `none`.
-
-    All methods are checked before a process is started. `programs`: method of a peer -> its
-    program, or the Python that has its package; a peer without an entry searches for it.
-    """
+    """Start the processes of each method on the same cores, and yield them by label once all are
+    ready. All methods are checked first. `programs`: method of a peer -> its program, or the Python
+    that has its package; without an entry it is searched for."""
     programs = programs or dict.fromkeys(NAMES)
     layout = layout_of(methods[0].configuration.settings)
     check_methods(methods, layout)
@@ -220,9 +217,9 @@ def contenders(
 
 
 def founder(methods: Sequence[Method], of: Method) -> Method:
-    """The method whose settings start the shared processes of the methods `of`: the first of these
-    that drafts, with memory for drafting ahead if one of them needs it. `ValueError` if they would
-    need different processes."""
+    """Return the method whose settings the shared processes start with: the first that drafts, with
+    room for drafting ahead if one of them does that. `ValueError` if they need different processes.
+    """
     sharing = (
         [method for method in methods if method.shares == of.shares and method.drafts]
         if of.shares

@@ -1,15 +1,8 @@
-"""Figures of a benchmark: rows, speed-ups with their intervals, medians, peers, differences. Pure.
-
-- tokens_per_s is the decoding rate: tokens after the first one over the time after the first one.
-  The time before that is in a separate figure, end to end.
-- speedup is the summed time per token of `none` over that of the method, on the same prompts; its
-  interval is a paired bootstrap over prompts.
-- a method whose draft failed in a reply has no speed-up: it was the target's own rate from there
-  on.
-- pass is the time of a target's pass as it was called, T_V, over that of `none`, T_T.
-- hit_rate is over the rounds that drafted; plain_share over all. predicted_tokens_per_s is what the
-  cost model expected of the rounds, before each began.
-"""
+"""Figures of a benchmark. tokens_per_s is the rate after the first token; speedup is the summed
+time per token of `none` over that of the method on the same prompts, its interval a paired
+bootstrap over prompts, and none where a draft failed. pass is T_V over T_T of `none`; hit_rate is
+over rounds that drafted, plain_share over all; predicted_tokens_per_s is what the cost model
+expected."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,12 +1,7 @@
-"""The file that `bench --out` writes: every reply as it is measured, and at its end the result, so
-that a run goes on where it stopped.
-
-A JSON object a line: `bench` (settings, prompts, machine), `contenders` (their threads, and what
-they are), `task` (a prompt as it is asked, and how far its reply goes), `reply`; the last line of a
-whole run is the object that --json prints. A line is written whole; the end of the last one can be
-missing, and then that line is dropped. A file of another run, or of anything else, is refused and
-stays as it is.
-"""
+"""The file of `bench --out`, a JSON object a line: `bench` (settings, prompts, machine),
+`contenders`, `task` (a prompt, and how long its reply is), each `reply`, and at the end the result
+as --json prints it. A run continues where it stopped; an incomplete last line is dropped, and a
+file of another run is refused."""
 
 import hashlib
 import json
@@ -172,10 +167,8 @@ class Journal:
 
 @contextmanager
 def open_journal(path: Path | None, heading: Mapping[str, Any]) -> Iterator[Journal]:
-    """The journal in the file at `path`, checked against a second run; `heading` describes what
-    this run would measure. After an interruption the command to continue is printed. Without a file
-    it is kept in memory.
-    """
+    """Open the journal at `path`, locked; in memory without a path. `heading` describes the run. If
+    it is interrupted, the command that continues it is printed."""
     if path is None:
         yield Journal()
         return

@@ -1,9 +1,5 @@
-"""Methods that a benchmark compares: their settings, the processes that decode for them, and the
-prompts.
-
-Every method has its own processes on the same cores as the others, unless it shares them: methods
-that differ only in fields of a request (the tree, drafting ahead) need no second stack.
-"""
+"""The methods of a benchmark: their settings, processes and prompts. Methods that differ only in
+fields of a request share their processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,11 +1,6 @@
-"""`dovetail bench --sweep`: one size of the tree over a list of values, as the papers' figures have
-it.
-
-Over gamma it is Figure 3 of the Dovetail paper (the target's pass, the acceptance length and the
-speed-up against the nodes verified), over depth Figure 6 of SubSpec. Every value is a separate
-method that takes its turn at every prompt; all values of a method share its processes, since the
-tree is a field of the request.
-"""
+"""`dovetail bench --sweep`: one size of the tree over a list of values, as in Figure 3 of the
+Dovetail paper (gamma) and Figure 6 of SubSpec (depth). Every value is a method, and all share their
+processes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

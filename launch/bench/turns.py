@@ -1,9 +1,6 @@
-"""Lets methods take turns: prompt by prompt, each of them first equally often, so that other load
-on the machine affects all of them. The processes of the other methods sleep. A reply is measured up
-to its first repeated 20-gram, since any draft predicts a small model's text once it loops. The
-reply of `none`, decoded once before anything is timed, determines that position; the same run warms
-up the caches, and shows which prompts must be cut to fit the context.
-"""
+"""Runs methods in turn, prompt by prompt, so that other load affects all of them; the processes of
+the others sleep. A reply is measured up to its first repeated 20-gram in the reply of `none`, since
+any draft predicts a model that loops. The untimed first reply of `none` also warms up."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,5 @@
-"""The partner of a conversation: a coordinator, over its own protocol.
-
-Both it and a server over HTTP (`web.py`) give a reply piece by piece as it comes, each piece with
-whether the draft had proposed it. Knows nothing of terminals.
-"""
+"""Replies of a coordinator, piece by piece, each with whether the draft proposed it; `web.py` does
+the same over HTTP."""
 
 import signal
 import time

@@ -154,10 +154,8 @@ class Conversation:
 
 
 class Paint:
-    """Finds for every piece of a reply's text whether its token came from the draft. Tokens come
-    with the text that they complete. The text of the reply comes separately, possibly later and cut
-    at a stop string; its characters are matched with those of the tokens.
-    """
+    """Finds for each piece of a reply whether the draft proposed its token. The text may come later
+    than its tokens, and end at a stop string: characters are matched."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, bool]] = deque()

@@ -1,8 +1,5 @@
-"""A client of a server over HTTP: its properties, and its replies in a conversation. It uses the
-standard library: one connection a request, read line by line as the events come. Our server's
-additions to the OpenAI API are used (which tokens were drafted, and the figures of a reply); from
-other servers only the text.
-"""
+"""A client of a server over HTTP, of the standard library: its properties, and streamed replies.
+Other servers than ours give only the text."""
 
 import http.client
 import json

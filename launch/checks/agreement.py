@@ -1,12 +1,6 @@
-"""Compare a loaded target with transformers' own forward of the same checkpoint in fp32, over a
-long text.
-
-Whatever stands between a checkpoint and a reply is compared as a user has it: the target scores
-each token of a text and goes on by itself, and log-probabilities and choices are those of the
-reference at every position, or the first that is not is named. Weights of few bits are another
-function of the checkpoint: of these the mean difference is bounded. Knows a coordinator and a
-folder; how a reference is computed, `workers/models/parity/reference.py` knows.
-"""
+"""Compares a loaded target with transformers' forward of its checkpoint in fp32 over a long text:
+log-probabilities and choices at every position, or for weights of few bits their mean difference.
+The reference is `workers/models/parity/reference.py`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,17 +1,6 @@
-"""`dovetail bench`: methods side by side, prompt by prompt, in one run; one method over the sizes
-of its tree; or a server under load.
-
-Methods are in `bench/methods.py`, their turns in `bench/turns.py`, the figures in
-`bench/figures.py`.
-
-- Of a prompt of several turns, the first is used.
-- With --out results are saved reply by reply (`bench/journal.py`), so that the same command
-  continues an interrupted run.
-- A method may be a peer, another engine with the same models on the same cores (`bench/peers.py`).
-  Each of its settings is measured in turn, and the fastest is its row. At temperature 0 its tokens
-  are compared like those of any method; above 0 it samples with its own random numbers.
-- With --concurrency requests go over HTTP, many at once (`bench/load/`).
-"""
+"""`dovetail bench`: methods side by side, one method over sizes of its tree, or a server under
+load. Methods are in `bench/methods.py`, peers in `bench/peers.py`, turns in `bench/turns.py`,
+figures in `bench/figures.py`, loads over HTTP in `bench/load/`."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,10 +1,6 @@
-"""`dovetail calibrate`: the cost of a target pass on this machine, and the limit of the hardware.
-
-The measurement runs in a child process (`machine/measurement.py`) on the cores and memory that the
-target worker would get, because a process must be bound before torch is imported. The draft is
-measured afterwards, on the draft's cores. Results go to the profile file; workers read it and
-report it to the coordinator.
-"""
+"""`dovetail calibrate`: the cost of a target's pass on this machine, and the hardware's limit. A
+child process (`machine/measurement.py`) measures on the target's cores, since binding precedes the
+import of torch; then the draft's. Results go to the profile file."""
 
 import json
 import os

@@ -1,7 +1,5 @@
-"""`dovetail chat`: a conversation in the terminal, turn by turn, with drafted tokens in colour.
-Without a terminal it is a filter: a line in, a reply out. This file handles display;
-`conversation.py` has the state, `answering.py` and `web.py` get the replies.
-"""
+"""`dovetail chat`: a conversation in the terminal, or a filter: a line in, a reply out. The state
+is in `conversation.py`; `answering.py` and `web.py` get the replies."""
 
 import json
 import os

@@ -1,9 +1,5 @@
-"""`dovetail doctor`: checks this machine and lists what to change.
-
-Every check is a function of `Facts`, gathered once from the kernel, from `nvidia-smi`, and in a
-child process from torch and the C++ kernels. A check that is not ok has a remedy, and the exit code
-is 1 if there is one. Changes nothing.
-"""
+"""`dovetail doctor`: checks this machine and lists what to change; exit code 1 if there is
+something."""
 
 import json
 from collections.abc import Sequence

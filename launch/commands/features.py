@@ -1,7 +1,5 @@
-"""`dovetail features`: let the target write answers, and store its hidden states, on which draft
-heads are trained. Options and progress bars; states are computed and stored by `workers/training`.
-Modules that need torch are imported when the work begins, so that help is fast.
-"""
+"""`dovetail features`: hidden states of a target, on which draft heads are trained. The work is in
+`workers/training/`, which is imported when it begins."""
 
 import json
 import math

@@ -1,10 +1,6 @@
-"""`dovetail plan`: plans, before anything is loaded, how this hardware should run this model: where
-to place its layers, draft and tree, the expected tokens/s and memory, and whether speculation pays
-at all.
-
-Models are described by their config.json; costs are those that `dovetail calibrate` has stored, or
-estimates, marked as such; the draft's acceptance comes from recorded rounds, or is assumed from
-papers. `runtime/planner.py` searches."""
+"""`dovetail plan`: where layers and a draft should be, its tree, tokens/s, memory, and whether
+speculation pays. Reads config.json alone, costs that `calibrate` kept or estimates, and acceptance
+from recorded rounds or papers. `runtime/planner.py` searches."""
 
 import json
 from collections.abc import Callable, Sequence

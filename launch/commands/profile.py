@@ -1,9 +1,5 @@
-"""`dovetail profile`: where the time of a run goes, device by device and round by round, what would
-be possible, and what would make it faster.
-
-It measures through the same messages as serving: a run of its own, or a watched server. Findings go
-to the terminal, to JSON, to a trace and to one figure. Knows options and files; the work is in
-`profiling/`."""
+"""`dovetail profile`: where the time of a run goes, by device and by round, and what would make it
+faster. The work is in `profiling/`."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

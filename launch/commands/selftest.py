@@ -1,10 +1,5 @@
-"""`dovetail selftest`: on this machine, with these models, the target computes its checkpoint, and
-speculation changes no token.
-
-Every case decodes the same prompts with the same seed twice, by the target alone and with the
-draft, and compares token ids. The target itself is compared with transformers' own forward in fp32,
-token for token of a long text.
-"""
+"""`dovetail selftest`: the target computes its checkpoint, and speculation changes no token: each
+case decodes the same prompts with and without the draft, with the same seed."""
 
 import json
 import sys

@@ -1,10 +1,5 @@
-"""`dovetail serve`: a coordinator, its workers and the HTTP API, kept running until a signal ends
-them.
-
-The HTTP API listens before a model is loaded, so that a port in use is reported at once; `/readyz`
-reports whether the workers are ready. A process that is lost or stuck is restarted; workers keep
-their models while the coordinator is restarted.
-"""
+"""`dovetail serve`: a coordinator, its workers and the HTTP API, restarted when they are lost or
+stuck. The API listens before a model is loaded."""
 
 import json
 import logging

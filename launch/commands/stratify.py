@@ -1,11 +1,6 @@
-"""`dovetail stratify`: the thresholds between entropy bins for the policy `heterospec` (HeteroSpec,
-Liu et al. 2025, section 4.2). Every prompt is answered with trees of `dynamic`, and each round
-reports its entropy; a regression tree finds the bins within which the rank of accepted paths varies
-least.
-
-Rounds whose rank does not depend on the draft are left out: those near the end of a reply, whose
-tree had no room for all levels, and those of a reply that has begun to repeat itself, which any
-draft predicts."""
+"""`dovetail stratify`: the bins of entropy for the policy `heterospec` (HeteroSpec, Liu et al.
+2025, section 4.2), fitted by a regression tree to the rank of accepted paths in replies with
+`dynamic` trees. Rounds near the end of a reply, or of one that repeats itself, are left out."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,6 @@
-"""`dovetail swap`: starts a worker, or waits for one on another machine, and has the coordinator
-replace another by it while requests run. The worker is started on standby, as our child. Once it is
-in place it outlives this command, and ends when the coordinator dismisses it. Its output goes to a
-file in the runtime directory, which it keeps short.
-"""
+"""`dovetail swap`: starts a worker on standby, or waits for one of another machine, and has the
+coordinator replace another by it while requests run. In place, it outlives this command; its output
+goes to a file in the runtime directory."""
 
 import json
 import shlex
@@ -319,12 +317,9 @@ def as_before(
     *,
     elsewhere: bool,
 ) -> Configuration:
-    """Return the settings, completed by those of the worker `before`, and for a draft by the model
-    of the target that it `reads`.
-
-    If a draft is given, settings of another kind of draft are left out; for a worker `elsewhere`,
-    settings of this machine are.
-    """
+    """Return the settings, completed by those of the worker `before`, and for a draft by the target
+    that it `reads`; without those of another kind of draft, and for a worker `elsewhere` without
+    those of this machine."""
     named = any(configuration.given(name) for name in MODELS[role])
     sections = (*SECTIONS[role], "memory", STUCK)
     known = values_of(before) if before is not None else {}

@@ -1,8 +1,5 @@
-"""`dovetail top`: the activity of a coordinator, live; the dashboard's figures in a terminal. It
-polls the coordinator or a server over HTTP once a second; both return the same data
-(`runtime/telemetry/live_stats.py`). If there is no answer, it reports that and retries. `screen.py`
-has the layout.
-"""
+"""`dovetail top`: polls a coordinator, or a server over HTTP, once a second
+(`runtime/telemetry/live_stats.py`), and retries without an answer. `screen.py` has the layout."""
 
 import json
 import os

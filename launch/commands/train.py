@@ -1,9 +1,5 @@
-"""`dovetail train`: train draft heads; train a small model on text, or distil a draft from a
-target.
-
-Options and progress bars; training itself is in `workers/training`. Modules that need torch are
-imported when a training begins, so that help is fast.
-"""
+"""`dovetail train`: draft heads, a small model on text, or a draft distilled from a target. The
+training is in `workers/training`, which is imported when it begins."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
-"""`dovetail worker`: one draft or target worker on its cores. Binds cores and sets thread counts
-before torch is imported (threads inherit the binding, and torch reads the counts once), then runs
-the worker's loop.
-"""
+"""`dovetail worker`: one worker on its cores. Cores and thread counts are set before torch is
+imported, which reads them once."""
 
 import os
 import sys

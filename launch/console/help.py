@@ -1,8 +1,5 @@
-"""Help in two lengths: `--help` shows the options that most people need, in groups, and
-`--help-all` shows all of them.
-
-An option with `cls=Rare` is shown by `--help-all` only.
-"""
+"""Help in two lengths: `--help` shows the common options, in groups; `--help-all` shows all, with
+those of `cls=Rare`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,8 +1,5 @@
-"""The names that llama-server, vLLM and ollama have for things, and ours.
-
-They are in `foreign.toml`. The error for an unknown option or command names ours, and `dovetail
-config foreign` lists all. Nothing here is accepted as an option.
-"""
+"""Names in llama-server, vLLM and ollama, and ours (`foreign.toml`): for errors, and for `dovetail
+config foreign`."""
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,12 +45,8 @@ def names() -> Names:
 
 
 def advice(arguments: Sequence[str], option: str) -> str | None:
-    """Return what to write instead of an unknown `option` that another program or an earlier
-    release has; None if neither has it.
-
-    The parser reports one letter of an option such as `-ngl`, so the option is looked up in
-    `arguments`.
-    """
+    """Return what to write instead of an unknown `option` of another program or an earlier release,
+    or None. The parser reports one letter of `-ngl`, so the option is looked up in `arguments`."""
     if option in names().removed:
         return f"{option} has been removed: {names().removed[option]}"
     for name in _candidates(arguments, option):

@@ -1,7 +1,5 @@
-"""The pages of `dovetail top`: live stats (`runtime/telemetry/live_stats.py`) as lines of a
-terminal, 80 columns or more. rich obeys NO_COLOR, and everything shown by colour is also shown by
-marks or words. Pure layout.
-"""
+"""The pages of `dovetail top` for 80 columns or more. What colour shows is also shown by marks or
+words; rich obeys NO_COLOR."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

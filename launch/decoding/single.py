@@ -236,10 +236,8 @@ def missing_draft(before: Reported, after: Reported) -> str:
 def without_speculation(
     result: Result, decisions: Sequence[str], *, insists: bool, last: int, missing: str = ""
 ) -> str:
-    """Return how many rounds the target decoded alone, and why: to be measured, for want of room
-    behind the token that a round brings in any case, and by what the coordinator last decided.
-    `insists`: whether the request did; `last`: tokens that the last round brought; `missing`: that
-    there is no draft, in words."""
+    """Return how many rounds the target decoded alone, and why. `insists`: whether the request did;
+    `last`: tokens of the last round; `missing`: in words, that there is no draft."""
     plain, every = result.plain_rounds, result.plain_rounds == result.rounds
     about = [
         line for line in decisions if line.startswith("session ")

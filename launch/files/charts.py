@@ -1,7 +1,5 @@
-"""Charts of curves as SVG, drawn by matplotlib. Readable on a light and on a dark page: a viewer in
-dark mode gets other colours. matplotlib is an extra; `check_charts` requires it before long work
-begins.
-"""
+"""Charts as SVG, drawn by matplotlib, an extra: `check_charts` requires it before long work begins.
+A viewer in dark mode gets other colours."""
 
 import importlib.util
 import io
@@ -115,9 +113,9 @@ def check_chart(path: Path | None) -> None:
 def draw(
     title: str, across: str, up: str, curves: Sequence[Curve], *, level: float | None = None
 ) -> str:
-    """Return the SVG of curves over common axes, both from 0; `across` and `up` label the axes,
-    `level` is a height to compare with. The part of the title after a line break, and what is too
-    long for the page, becomes a second, smaller line."""
+    """Return the SVG of curves over common axes from 0; `across` and `up` name them with units,
+    `level` is a height to compare with. A smaller second line has what follows a line break in the
+    title, or is too long for it."""
     with drawing(WIDTH, HEIGHT) as (figure, said):
         heading(figure, title)
         axes = figure.subplots()
@@ -127,8 +125,8 @@ def draw(
 
 
 def draw_panels(title: str, panels: Sequence[Panel]) -> str:
-    """Return the SVG of small charts, two per line. Curves of the same name have the same colour in
-    all charts, and one entry in the legend below. The title is as for `draw`."""
+    """Return the SVG of small charts in lines of two, with one legend: a curve of the same name has
+    the same colour in all. `title` as in `draw`."""
     names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
     columns, lines = min(ACROSS, len(panels)), math.ceil(len(panels) / ACROSS)
     width = PANEL_WIDTH * columns
@@ -306,11 +304,8 @@ class Group:
 def draw_bars(
     title: str, along: str, groups: Sequence[Group], *, level: float | None = None
 ) -> str:
-    """Return the SVG of groups of bars, one below the other, over a common axis from 0, which
-    `along` names with its unit; `level` is a value to compare with.
-
-    The title is as `draw` has it.
-    """
+    """Return the SVG of groups of bars over a common axis from 0, named `along` with its unit;
+    `level` is a value to compare with. `title` as in `draw`."""
     names = list(dict.fromkeys(bar.name for group in groups for bar in group.bars))
     left = MARGIN + min(LABEL, LETTER * max(map(len, names), default=0)) + 8
     deep = sum(GROUP * 1.5 + GAP + (BAR + GAP) * len(group.bars) for group in groups)

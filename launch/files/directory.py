@@ -1,10 +1,5 @@
-"""Finds this user's files: the profile file, the history file, and the runtime directory, where
-coordinators announce themselves and workers note how they were started.
-
-An announcement holds an address and the process behind it, and is removed with it; one whose
-process has gone is ignored and removed. A worker's note outlives the worker, but not its
-coordinator. Knows no sockets.
-"""
+"""This user's files: profile, history, and the runtime directory with announcements of coordinators
+(removed with their process) and notes of workers (kept until their coordinator ends)."""
 
 import fcntl
 import hashlib
@@ -171,9 +166,8 @@ def remove_unused_logs(folder: Path) -> None:
 
 
 def profile_path() -> Path:
-    """The file with measurements of this machine: dovetail/profile.json in $XDG_CACHE_HOME, else in
-    ~/.cache. It may not exist yet. For a user without a home it begins with "~" and cannot be
-    created."""
+    """Return where measurements are kept: dovetail/profile.json in $XDG_CACHE_HOME or ~/.cache. It
+    begins with "~" for a user without a home."""
     return cache_folder() / "profile.json"
 
 
@@ -185,8 +179,8 @@ def substitutes_path() -> Path | None:
 
 
 def history_path() -> Path | None:
-    """The file with the input of conversations: dovetail/chat_history in $XDG_STATE_HOME, else in
-    ~/.local/state; it may not exist yet. None for a user without a home."""
+    """Return where typed lines of chats are kept: dovetail/chat_history in $XDG_STATE_HOME or
+    ~/.local/state; None for a user without a home."""
     return None if (folder := _state_folder()) is None else folder / "chat_history"
 
 

@@ -54,10 +54,9 @@ def continued(
     torn: Callable[[bytes], bool],
     option: str = "--out",
 ) -> Iterator[IO[bytes]]:
-    """Open a file of lines for appending, held against a second run; `what` names its content.
-    `take` gets each whole line that is there, and raises ValueError, KeyError or TypeError for a
-    foreign one; `torn` tells whether an incomplete last line is ours, which is then cut off.
-    `UserError` for any other file, which is left as it is."""
+    """Open a file of lines for appending, locked; `what` names its content. `take` gets each whole
+    line, and raises ValueError, KeyError or TypeError for a foreign one; `torn` returns whether an
+    incomplete last line is ours, and is cut off. `UserError` for any other file."""
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file, which {option} needs to continue a run")
     try:

@@ -1,9 +1,6 @@
-"""The file that `generate --record` writes: a line per round, `{"id", "turn", "record"}`, to
-analyse what was offered, verified and accepted.
-
-`id` is the prompt's in its file, empty for a single prompt; `record` has the fields of
-`messages.RoundRecord`. An interrupted run of a file of prompts continues in the same file: a round
-number that does not increase begins its reply anew."""
+"""The files of `generate`, both continued after an interruption: `--record` writes a line a round,
+`{"id", "turn", "record"}`, where `record` is a `messages.RoundRecord`; `--out` a line a prompt. A
+round that is not later than the one before starts its reply again."""
 
 import json
 import re

@@ -1,9 +1,6 @@
-"""Binds this process to cores and to the memory of their nodes, as far as permitted: cores and
-memory ("full"), cores only where the memory policy is refused, as in most containers ("cores"), or
-nothing ("none"). The result is reported, in `status` too. Must run before torch is imported:
-threads inherit both from the one that starts them, and memory stays where it was first allocated.
-Standard library only; the calls go through `System`, which a test replaces.
-"""
+"""Binds this process to cores and the memory of their nodes ("full"), to cores where the memory
+policy is refused ("cores"), or to nothing ("none"). Must run before torch is imported. Standard
+library only; tests replace `System`."""
 
 import ctypes
 import errno
@@ -107,10 +104,8 @@ class Linux:
 
 
 def bind(place: Place, system: System | None = None) -> Binding:
-    """Bind this process to a place, as far down the ladder as it has to be. Memory of several nodes
-    is interleaved. Memory of shards is bound to their nodes, which keeps the system from moving
-    pages later; on which of these a page lies is decided by who writes to it first, for which the
-    kernels provide."""
+    """Bind this process to a place as far as permitted. Memory of several nodes is interleaved;
+    memory of shards is bound to their nodes, and lies where it is first written."""
     system = system or Linux()
     try:
         system.set_affinity(place.cores)

@@ -1,10 +1,5 @@
-"""The graphics cards of AMD and Intel on this machine, as the Linux kernel shows them below /sys:
-who made them, their memory, how busy they are. No vendor's tools are needed.
-
-Files and units are those of the kernel's documentation (amdgpu's `mem_info_*` and
-`gpu_busy_percent`; `gtidle` of xe and `rc6_residency_ms` of i915, which count the time that a GPU
-is powered down; `gfx_target_version` of AMD's kfd). Knows neither torch nor runs.
-"""
+"""Cards of AMD and Intel as Linux shows them in /sys (amdgpu's `mem_info_*` and `gpu_busy_percent`,
+xe's `gtidle`, i915's `rc6_residency_ms`, kfd's `gfx_target_version`): maker, memory, load."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,21 +1,12 @@
-"""Which cores and which memory nodes there are for us, and which process gets which of them.
+"""Assigns cores and memory nodes to the processes of a `Topology`. Standard library only.
 
-The target is bound by arithmetic and memory bandwidth. On a machine with one memory node it gets
-all physical cores but the last; the last one is for a draft on the CPU, or for the host side of a
-draft on a GPU. Of one or two cores it gets all, unless it is small, since without one it would lose
-half of its speed or more: the draft then has the last core in turns with it, and does not draft
-ahead (see `dovetail.runtime.control.pairs`), as a core that two busy processes share costs the
-target far more than it brings: its threads wait for each other at every layer. On a machine with
-several nodes the target gets the best one whole, cores and memory - more of them only where its
-weights do not fit into one - and draft and coordinator go to another node. With `shard` it is
-spread over all nodes, and the draft has the last core. One thread runs on a
-physical core: its second hardware thread shares the units that the target keeps busy. That all
-holds for the target alone too, whose output then is the same to the last rounding: nothing here
-depends on the draft. The coordinator's few microseconds a round fall where a worker waits for it.
-
-Decides from a `Topology`; reads nothing but the command line's lists. Standard library only, as
-what it builds on.
-"""
+On one memory node the target gets all physical cores but the last, which is for a draft on the CPU
+or the host side of one on a GPU. Of one or two cores it gets all, unless it is small: the draft
+then shares the last core in turns, and does not draft ahead (`dovetail.runtime.control.pairs`),
+since the target's threads would wait for each other at every layer. On several nodes the target
+gets the best one, or as many as its weights need, and the others another; with `shard` it is spread
+over all. A physical core runs one thread. The target's cores do not depend on the draft, so that
+its output is the same without one."""
 
 import os
 import re
@@ -54,11 +45,9 @@ class CoreLayout:
 def lay_out(
     topology: Topology, *, numa: str = "auto", threads: Threads = "auto", target_bytes: int = 0
 ) -> CoreLayout:
-    """Assign cores and memory nodes to the processes. `numa`: auto, off (nodes are ignored), shard,
-    or the nodes of the target as "0" or "0,2-3"; `threads`: the number of the target's cores by the
-    settings, from the first on, second hardware threads last; `target_bytes`: the size of its
-    weights, 0 if not known. `UserError` if there is no such node or not that many hardware threads.
-    """
+    """Assign cores and memory nodes. `numa`: auto, off, shard, or the target's nodes as "0" or
+    "0,2-3"; `threads`: of the target, second hardware threads last; `target_bytes`: of its weights,
+    0 if unknown. `UserError` for nodes or threads that are not there."""
     if numa == "shard":
         return lay_out_shards(topology, threads)
     own = target_nodes(topology, numa, target_bytes)

@@ -1,9 +1,6 @@
-"""Checks that models that are started together fit into memory, before anything is loaded.
-
-Footprints follow from the headers of weight files and are compared with the available memory: of
-the machine and its control groups, of a memory node, and of each process. The refusal names
-settings that would fit. Knows settings and sizes, and only the process that workers are forked
-from."""
+"""Checks, before anything is loaded, that models started together fit into memory: footprints from
+the headers of weight files against what the machine, its control groups, a memory node and each
+process may still take. Errors name settings that would fit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,14 +66,9 @@ def check_memory(
     nodes: tuple[int, ...] = (),
     room: Room | None = None,
 ) -> None:
-    """`SettingsError` unless processes of these roles (target, draft, unified, coordinator, http),
-    started together, fit into memory.
-
-    `nodes`: the memory nodes that the target is bound to, as `nodes_of` has them; `room`: what
-    there is, unless that is to be looked up. What a hub has and this machine has not yet, and what
-    a GPU takes, is not counted. memory.ram takes the place of what is found: who sets it knows
-    better.
-    """
+    """`SettingsError` unless processes of these roles (target, draft, unified, coordinator, http)
+    fit together. `nodes`: the target's memory nodes; `room`: instead of what is found. memory.ram
+    takes precedence; models not downloaded yet, and GPUs, are not counted."""
     room, remedy = room or _room(), "set memory.ram if you know better"
     limit = settings.memory.ram_bytes
     if limit is not None:

@@ -1,6 +1,5 @@
-"""The measuring process, which binds itself to its cores before it imports torch. `python -m
-dovetail.launch.machine.measurement` prints its progress on stdout, line by line, and then the
-results."""
+"""The measuring process (`python -m dovetail.launch.machine.measurement`): binds its cores, then
+imports torch; prints progress, line by line, and the results."""
 
 import json
 import os

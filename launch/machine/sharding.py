@@ -1,7 +1,5 @@
-"""Decides whether a target is spread over the memory nodes of this machine, with the reason: the
-settings, or a measurement of `dovetail calibrate`. It decides from settings, a topology and a
-profile, which `choice_of` and `layout_for` look up.
-"""
+"""Decides whether a target is spread over memory nodes, and why: by the settings, or by a
+measurement of `dovetail calibrate`."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,5 @@
-"""Reads from the kernel what this process may compute on: memory nodes, physical cores, and the
-limits of a container.
-
-Read from /sys and /proc under a root that can be another one. Knows what there is and what is
-allowed; who gets which part of it is decided in `cores.py`. Standard library only, so that it runs
-before anything else is imported, and on a machine that has nothing else.
-"""
+"""Reads from /sys and /proc what this process may compute on: memory nodes, physical cores, and a
+container's limits. Standard library only."""
 
 import math
 import os

@@ -1,10 +1,6 @@
-"""Which build of PyTorch has code for which GPU, and which driver it needs.
-
-The table is PyTorch's own (RELEASE.md of pytorch/pytorch, CUDA support matrix, releases 2.8 to
-2.13, x86-64; for ROCm and XPU its lists of previous versions and of wheels): builds for CUDA 12.6
-are the only ones with code for Maxwell and Pascal, and from 2.11 on for Volta. The installed
-versions are arguments.
-"""
+"""Which build of PyTorch has code for which GPU, and the driver that it needs: from RELEASE.md of
+pytorch/pytorch (releases 2.8 to 2.13, x86-64) and its lists of ROCm and XPU wheels. Only builds for
+CUDA 12.6 have code for Maxwell and Pascal, and from 2.11 for Volta."""
 
 import re
 from collections.abc import Sequence
@@ -50,8 +46,8 @@ def _fits(architecture: str, capability: Capability) -> bool:
 
 
 def build_for(capability: Capability, *, release: str, driver: int | None) -> str:
-    """The build that fits a GPU and its driver, such as cu126; empty if none does. `release`: the
-    torch release to look for, such as 2.13.0; `driver`: its major version, None if unknown."""
+    """Return the build for a GPU and its driver, such as cu126; empty if there is none. `release`:
+    of torch, such as 2.13.0; `driver`: its major version, or None."""
     if capability < MAXWELL or (driver is not None and driver < LEAST_DRIVER[12]):
         return ""
     if capability < TURING:

@@ -1,11 +1,6 @@
-"""The tokens that a round commits with a tree: read off recorded rounds (`python tests/simulation
-record`), or assumed from published figures of such drafts.
-
-The assumption is that of Sequoia (Chen et al., 2024): whether the target's choice is a node's
-first, second, ... child is independent of everything else, so that a node's worth is the product
-over its path. The probabilities of the children fall geometrically, p, p q, p q^2, ... with q =
-decay (1 - p); p is fitted to one published acceptance length. Knows numbers; no costs.
-"""
+"""Tokens of a round by tree: from recorded rounds (`python tests/simulation record`), or assumed as
+in Sequoia (Chen et al., 2024): the target's choice is the k-th child with probability p q^k, q =
+decay (1 - p), independent of all else; p is fitted to a published acceptance length."""
 
 import heapq
 from collections import Counter

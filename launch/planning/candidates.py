@@ -1,6 +1,5 @@
-"""The drafts that a plan considers: the named ones, or those that the target could have. Each with
-its size, how to start it, and what it lacks. Reads config.json and, if there are weights, the names
-of a head's tensors; computes nothing."""
+"""The drafts of a plan: those named, or those that the target could have, with size, settings and
+what they lack. Reads config.json and the names of a head's tensors."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence

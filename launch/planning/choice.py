@@ -1,7 +1,5 @@
-"""Weights and a draft for a user who names only a target: weights that fit into memory, and the
-present draft that is expected to help most. Drafts are looked for in the target's folder and in the
-Hugging Face cache, by their config.json and tokenizer alone; the planner chooses among several.
-Loads nothing.
+"""Weights that fit, and the draft that should help most, for a user who names only a target. Drafts
+in the target's folder and the Hugging Face cache are compared by their config.json and tokenizer.
 """
 
 from collections.abc import Callable, Iterator, Sequence

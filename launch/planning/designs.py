@@ -1,8 +1,5 @@
-"""The sizes of models by their config.json alone: of a target, of a small draft, of a head that a
-target would have, of the target in a few bits.
-
-Knows shapes and bytes; no costs, no devices.
-"""
+"""Sizes of models by their config.json: a target, a small draft, a head, a substitute of few bits;
+and the types of weights that a target can have here, with what each loses."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,5 @@
-"""Descriptions of machines that are not at hand.
-
-A description is a TOML file that gives the source of every number: measured in a paper, or an
-estimate. For a machine without a GPU it may have what a data sheet lists, memory channels and their
-rate, cores and instruction set, from which the rest is estimated.
-"""
+"""Descriptions of other machines: TOML files that name the source of every number, measured or
+estimated. A machine without a GPU may give memory channels, cores and instruction set instead."""
 
 import tomllib
 from dataclasses import dataclass

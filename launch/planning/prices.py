@@ -1,9 +1,6 @@
-"""Prices the parts of models on a machine, each number with where it is from: measured by `dovetail
-calibrate` and kept in the profile file, or else estimated from bandwidth and arithmetic - the
-larger of reading the bytes and computing the products (the roofline), and something for each layer.
-
-Knows numbers and their origins; neither files nor settings.
-"""
+"""Costs of a model's parts on a machine, each with its origin: measured by `dovetail calibrate`, or
+estimated by the roofline (the larger of reading the bytes and computing the products) and a
+constant for each layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,15 +1,9 @@
-"""Records what a draft would propose and what its target chose, at every position of a reply: the
-file that the simulator reads.
+"""Recordings for the simulator: at each position of a reply, decoded a token a round, a tree larger
+than any that will be evaluated, and the target's choice. Draft and target share their noise, so one
+recording serves every policy, tree and cost. A folder has `recording.json` and a file a reply.
 
-A reply is decoded once, a token a round; at each position the draft grows a tree that is larger
-than any that will be evaluated. Since draft and target share their noise the reply is the same
-whatever was offered, so one recording serves every policy, tree size and cost. A recording is a
-folder: `recording.json` describes it, and each reply is a file, so that a run that was interrupted
-goes on.
-
-Letters: P positions, N nodes of one position. Position i has the prompt and the first i + 1 tokens
-of the reply behind it; the last of these is the root. Knows numbers and files; no torch, no models.
-"""
+P positions, N nodes of one; position i follows the prompt and the first i + 1 tokens of the reply,
+the last of which is the root."""
 
 import zipfile
 from collections.abc import Iterator

@@ -96,11 +96,9 @@ def run_module(
     stdin: int | None = None,
     reads: bool = False,
 ) -> Process:
-    """Run one of our modules as a program, in a process with a new session. `stdin`: a descriptor,
-    PIPE of `subprocess`, or nothing to read; `reads`: we read its stdout. A command has imported
-    most of what its processes need, so it forks them. Other programs, and those with threads, start
-    new processes.
-    """
+    """Run one of our modules as a program in a new session, forked where it can be, since a command
+    has imported most of what its processes need. `stdin`: a descriptor, PIPE of `subprocess`, or
+    nothing; `reads`: we read its stdout."""
     arguments = [*arguments, f"--parent={os.getpid()}"]
     if module in OURS and can_fork():
         return _fork(module, arguments, stderr, stdin, reads=reads)

@@ -1,8 +1,5 @@
-"""Notifies the service manager that a process is ready, and that it makes progress. The messages of
-sd_notify(3) are datagrams to the socket that NOTIFY_SOCKET names. They are sent by the code that
-works, never by a timer: a stuck process sends nothing, and systemd ends it. Without NOTIFY_SOCKET
-nothing happens.
-"""
+"""Notifies the service manager (sd_notify(3), NOTIFY_SOCKET) that a process is ready and makes
+progress. Sent by the code that works, never by a timer, so that systemd ends a stuck process."""
 
 import logging
 import math

@@ -1,13 +1,8 @@
-"""The nursery: it imports the modules of workers once, and forks workers.
-
-It is a script whose arguments are modules, with a socket as its standard input, on which it reports
-the end of the imports. A packet without descriptors is the name of one more module to import. Any
-other is the command of a worker, as JSON, with descriptors of its standard input and standard
-error. The answer is the pid of the worker, which becomes a child of our parent. A forked worker is
-like one that was started separately, since there are no other threads, open files or models here
-yet. Where importing has started threads, which a fork would not have, the worker's command is
-executed again.
-"""
+"""A script that imports the modules in its arguments once, and forks workers. Its standard input is
+a socket, on which it reports the end of the imports. A packet without descriptors names one more
+module; any other is a worker's command as JSON, with descriptors of its standard input and error,
+and is answered with the pid of the worker, a child of our parent. If importing has started threads,
+which a fork would lack, the command is executed again."""
 
 import gc
 import importlib

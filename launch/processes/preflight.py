@@ -1,6 +1,5 @@
-"""Refuses impossible settings, such as a missing model, before a process is started or torch is
-imported. The checks only look at files, so that a typo is reported before anything is loaded; the
-worker finds out whether a model is complete and fits."""
+"""Refuses what cannot work, such as a missing model or a port in use, before a process is started
+or torch is imported. The listening process or the worker finds out for certain."""
 
 import errno
 import json
@@ -241,10 +240,9 @@ def estimated_bytes(target: TargetSettings) -> int:
 
 
 def draft_bytes(settings: Settings) -> int:
-    """Return the memory that a draft takes on the GPU it shares with the target, estimated from the
-    sizes of both: weights of 16 bits unless they are fp32 (or a substitute's codes), keys and
-    values for a long conversation and its trees, a pass, and graphs. 0 if it is elsewhere, or part
-    of the target's process."""
+    """Return an estimate of what a draft takes on the GPU of its target: weights of 16 bits (fp32
+    if set, a substitute's codes), caches of a long conversation and its trees, a pass, graphs. 0 if
+    it is elsewhere, or in the target's process."""
     target, draft = with_target(settings.target), with_draft(settings.draft)
     device = target.split.device or target.device
     if (

@@ -72,10 +72,8 @@ def start_stack(
     prefix: str = "",
     anew: bool = False,
 ) -> Stack:
-    """Start the processes of these settings, without waiting. `anew`: without a prefix cache, for
-    measurements. These processes are not restarted: unless the settings ask for it, a session whose
-    target is lost does not wait for another, and there is no journal.
-    """
+    """Start the processes of these settings, without waiting; they are not restarted, and keep no
+    journal unless the settings ask. `anew`: without a prefix cache, for measurements."""
     return begin_stack(supervisor, configuration, layout=layout, prefix=prefix, anew=anew)()
 
 
@@ -120,12 +118,10 @@ def begin_stack(
 def begin_workers(
     supervisor: Supervisor, settings: Settings, commands: Mapping[str, Sequence[str]]
 ) -> Callable[[], dict[str, Child]]:
-    """Begin to start workers, by name; they read the coordinator's address from stdin, since their
-    imports take the longest. Returns a function that waits until they have started. Two workers
-    with models are forked from one process that imports for both; so is a single one if that
-    process was started ahead. A look-up draft is started separately, since it needs none of these
-    imports. On a machine with several memory nodes a note reports whether the target is spread over
-    them, and why."""
+    """Begin to start workers by name, which read the coordinator's address from stdin; return a
+    function that waits for them. Two workers with models are forked from one process that imports
+    for both, and a single one if that process runs already. On several memory nodes a note reports
+    whether the target is spread, and why."""
     if words := choice_of(settings.target, shares=settings.draft.share is True).words:
         note(words)
     alone = dict(commands)

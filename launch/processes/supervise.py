@@ -1,9 +1,6 @@
-"""Child processes: started as commands, watched until they are ready, and ended in every case.
-
-A `Supervisor` owns what it starts: when its block is left - normally, by an exception, by Ctrl-C,
-SIGTERM or SIGHUP - every process has ended and its files are removed. If the supervisor itself is
-killed, the kernel (`child.py`) and the warden process (`warden.py`) do this. A `Stack` is a
-coordinator with the workers of the settings.
+"""Child processes: watched until they are ready, and ended in every case. When the block of a
+`Supervisor` is left, its processes have ended and their files are removed; if it is killed, the
+kernel (`child.py`) and the warden (`warden.py`) see to it. A `Stack` is a coordinator with workers.
 """
 
 import contextlib
@@ -196,11 +193,9 @@ class Supervisor(Unwinding):
         reads: bool = False,
         asks: bool = False,
     ) -> Child:
-        """Start a command; `reads`: we read its stdout, `asks`: we write to its stdin. It has its
-        own session, so that Ctrl-C on the terminal reaches the supervisor alone, which then ends
-        everything in order. The kernel ends a child with the thread that started it, so this must
-        be the main thread.
-        """
+        """Start a command in its own session, so that Ctrl-C reaches the supervisor alone; from the
+        main thread, since the kernel ends a child with its thread. `reads`: we read its stdout,
+        `asks`: we write to its stdin."""
         return self._own(
             name,
             lambda log: run_module(

@@ -1,12 +1,7 @@
-"""A process that outlives its supervisor by some seconds, and cleans up after it. When a supervisor
-dies the kernel sends its children SIGTERM (`child.py`), to which a process that is stopped, or
-hangs outside of Python, does not react. The supervisor registers each of its children here. When it
-is gone they have some seconds to end by themselves, then they are killed and their socket folders
-removed. Run as a script with that grace in seconds, without the packages that are installed: it is
-started beside everything else and needs none of them. Told `apart` too, it is a grandchild of the
-supervisor, and a process that only waits for it is the child: Ray kills the children of a process
-of its own that it ends, and knows no others.
-"""
+"""A script that ends the children of a supervisor that was killed, if they ignore the kernel's
+SIGTERM (`child.py`) for some seconds (its argument), and removes their socket folders. With `apart`
+it is a grandchild of the supervisor, since Ray kills the children of its processes. Needs no
+packages."""
 
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
-"""The settings of this machine's workers, from notes that they write to the runtime directory.
-Paths never come over a link, where a worker could report any path, which would then be opened here.
-A note outlives its worker, so lost and drained workers are known, too.
-"""
+"""The settings of this machine's workers, from their notes in the runtime directory, which outlive
+them. Paths never come over a link, where a worker could name any."""
 
 import socket
 from collections.abc import Collection

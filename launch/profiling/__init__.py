@@ -1,5 +1,1 @@
-"""The parts of `dovetail profile`: samplers, the time line of a run, its figures, and the planner's
-advice on what was measured.
-
-The command itself is `launch/commands/profile.py`.
-"""
+"""The parts of `dovetail profile` (`launch/commands/profile.py`)."""

@@ -1,8 +1,5 @@
-"""Suggests what would make a run faster, and by how much: the planner's choice, given the costs and
-acceptance of its rounds, and what this machine could do with the target elsewhere.
-
-Gains are ratios of two predictions, for the changed and the present settings, so that errors of the
-prediction largely cancel."""
+"""Predicts what would make a run faster, from its rounds and from this machine's costs elsewhere.
+Gains are quotients of two predictions, so that common errors cancel."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
-"""The costs and the acceptance of a run, as the planner needs them.
-
-A proposal is a list of nodes, best first, in which every prefix is a tree, and the nodes that the
-target chose are known. The gain of a smaller tree, or one with fewer levels, is therefore read off
-the rounds of a larger one, and its cost off the passes."""
+"""Costs and acceptance of a run, as the planner reads them. A proposal is a list of nodes, best
+first, whose beginnings are trees: what a smaller tree would have brought and cost follows from the
+rounds of a larger one."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

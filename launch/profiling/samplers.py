@@ -1,9 +1,5 @@
-"""Samples the machine while a workload runs: busy cores, processes, GPUs. A sampler that cannot
-read gives the reason; nothing is ever 0 for want of a reading.
-
-Counters are kept as they are read, and only differences of them mean anything. Knows devices,
-nothing of tokens or rounds.
-"""
+"""Samples busy cores, processes and GPUs while a workload runs. A sampler that cannot read gives
+the reason, never 0. Only differences of counters mean anything."""
 
 import contextlib
 import importlib
@@ -139,12 +135,9 @@ class Nvml:
 
 
 class SysfsCards:
-    """AMD's and Intel's cards, as the kernel shows them (`machine/cards.py`), by the names that
-    torch has for them.
-
-    An Intel card does not report how busy it is, but how long it was powered down: its busy share
-    is that of the rest of the time between two readings, and None in the first.
-    """
+    """Cards of AMD and Intel (`machine/cards.py`), by torch's names. Intel reports how long a card
+    was powered down: its busy share is the rest of the time between two readings, None in the
+    first."""
 
     def __init__(self, root: Path = ROOT, *, beside_nvidia: bool = False) -> None:
         """`beside_nvidia`: cuda:N are NVIDIA's cards, and AMD's are called amd:N."""

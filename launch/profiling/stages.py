@@ -1,8 +1,5 @@
-"""The stages of a profile: start, warm up, run and watch, sound - or watch what others decode.
-What they bring is one `Evidence`.
-
-Knows the order and where each fact comes from, not what follows from them.
-"""
+"""The stages of a profile, which give one `Evidence`: start, warm up, run and watch, sound; or
+watch what others decode."""
 
 import os
 import socket

@@ -1,9 +1,6 @@
-"""The time line of a run: what every process did at every moment, and what idle ones waited for.
-Pure: intervals on one clock in, seconds out.
-
-A process is busy during its spans. Otherwise, while a session runs, it waits for the other side,
-for the coordinator, or for a message in transit; without a session there is no work. Growth ahead
-of a verdict counts as busy time of the draft that no round waits for."""
+"""What every process did at every moment, and what idle ones waited for, in seconds, from intervals
+on one clock. A process outside its spans waits for the other side, the coordinator or a message
+while a session runs. Growth ahead of a verdict is busy time of the draft."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,10 +1,5 @@
-"""The settings in force (flag > environment > file > default) and their origins.
-
-Every setting is a flag by its dotted name (`--tree.gamma 6`), a variable (`DOVETAIL_TREE__GAMMA=6`)
-and a key of a TOML file (`--config FILE`). The embedded pair of models has a settings file, which
-the user's file overrides, used while no target is named. Names and values come from
-`protocol/settings/`.
-"""
+"""The settings in force (flag `--tree.gamma 6` > variable `DOVETAIL_TREE__GAMMA` > `--config FILE`
+> default) and their origins. The embedded pair of models has a file that the user's overrides."""
 
 import difflib
 import json
@@ -122,13 +117,9 @@ def configure(
     demo: bool = True,
     stratified: bool = True,
 ) -> Configuration:
-    """Merge all sources; `flags` are dotted names and texts. `SettingsError` names the setting, the
-    value, where it came from and the remedy.
-
-    `model`: the target, where the command names it without a flag. `demo`: whether no named target
-    means the embedded one; it does not if another command started the workers. `stratified`:
-    whether the thresholds of `heterospec` are needed.
-    """
+    """Merge all sources; `flags` are dotted names and texts. `SettingsError` names setting, value,
+    origin and remedy. `model`: a target named without a flag; `demo`: whether no target means the
+    embedded one; `stratified`: whether `heterospec` needs its thresholds."""
     environment = os.environ if environment is None else environment
     layers: list[tuple[str, dict[str, Any]]] = []
     if file is not None:

@@ -88,13 +88,10 @@ def settings_flags(
     stratified: bool = True,
     named: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command the flags of these sections, or of single settings by their dotted names, and
-    `--config`, and calls it with the settings in force as `configuration`.
-
-    `without`: short forms that the command uses for something else; `shown`: the settings in its
-    `--help`. `stratified`: whether a command that has flags for the tree needs the thresholds of
-    `heterospec`. `named`: whether the target may be named without a flag.
-    """
+    """Give a command the flags of these sections or settings and `--config`, and the settings in
+    force as `configuration`. `without`: short forms used otherwise; `shown`: settings in its
+    `--help`; `stratified`: whether `heterospec` needs thresholds; `named`: whether the target may
+    be named without a flag."""
     stratified = stratified and "tree" in sections
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

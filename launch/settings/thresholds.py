@@ -45,11 +45,9 @@ class Thresholds:
 def thresholds_of(
     named: str | tuple[float, ...], settings: Settings, *, local: bool
 ) -> tuple[float, ...]:
-    """The thresholds in force under `heterospec`: those of the `named` file, or of the embedded
-    draft's; numbers are returned unchanged. `SettingsError` names what is missing or does not fit,
-    and the command that makes it. `local`: whether the draft of the settings will be used, so that
-    the file can be checked against it.
-    """
+    """Return the thresholds of `heterospec`: of the `named` file, or of the embedded draft; numbers
+    are returned unchanged. `SettingsError` names what is missing or does not fit, and the command
+    that makes it. `local`: whether the settings' draft is used, and checked."""
     if not isinstance(named, str):
         return named
     path = Path(named).expanduser() if named else _shipped(settings) if local else None

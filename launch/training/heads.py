@@ -1,8 +1,5 @@
-"""`dovetail train eagle|eagle3|dovetail|jakiro`: train a draft head for a target, and write its
-folder with a card and pictures.
-
-It knows options, not how training works. What needs torch is imported when a training begins.
-"""
+"""`dovetail train eagle|eagle3|dovetail|jakiro`: train a draft head; its folder has a card and
+pictures. What needs torch is imported when training begins."""
 
 import os
 from collections.abc import Callable

@@ -40,11 +40,8 @@ class Load:
 def run(
     ask: Callable[[int], Reply], requests: int, concurrency: int, step: Callable[[], None]
 ) -> Load:
-    """Send requests 0 to `requests` - 1, `concurrency` at a time; `step` is called at the end of
-    each.
-
-    The threads are daemons: requests in flight when Ctrl-C comes end with this process.
-    """
+    """Send requests 0 to `requests` - 1, `concurrency` at a time, from daemon threads; `step` is
+    called at the end of each."""
     waiting, ended = SimpleQueue[int](), SimpleQueue[Reply | BaseException]()
     for number in range(requests):
         waiting.put(number)
@@ -322,10 +319,9 @@ def with_speedups(
     texts: Mapping[tuple[str, int], Mapping[int, str]],
     plain: str,
 ) -> list[dict[str, Any]]:
-    """Return the rows with `speedup`, their output throughput over that of `plain` at the same
-    concurrency, and `differ`, the number of replies whose text is not that of `plain`; both are
-    None where there is no `plain`. `texts`: the replies of every method and concurrency, by the
-    number of the request."""
+    """Return the rows with `speedup` (output throughput over that of `plain` at the same
+    concurrency) and `differ` (replies whose text is not that of `plain`); None without `plain`.
+    `texts`: replies by method, concurrency and number of the request."""
     alone = {row["max_concurrency"]: row for row in rows if row["method"] == plain}
     told = []
     for row in rows:

@@ -1,7 +1,5 @@
-"""The processes of a deployment: the commands that `dovetail serve` starts, for another program to
-start, with the files and limits of each. Commands, cores and memory are those of `serve` with the
-same settings.
-"""
+"""The processes of a deployment, with the files and limits of each: commands, cores and memory as
+in `dovetail serve`."""
 
 import socket
 from collections.abc import Callable, Iterator

@@ -1,9 +1,5 @@
-"""Units of systemd for the processes of `dovetail serve`: each hardened, on its cores, within its
-memory, and ended when it makes no progress.
-
-Lines that are not obvious have a comment with the reason; `systemd-analyze security` explains the
-rest.
-"""
+"""Hardened units of systemd for the processes of `dovetail serve`, on their cores, within their
+memory, with a watchdog."""
 
 import grp
 import pwd

@@ -1,7 +1,5 @@
-"""Several services, each on its nodes, behind one router, which is a child of this process. Each
-service manages its parts as a single one does. One that cannot be kept running is dropped, and the
-last one ends all. Does not import Ray.
-"""
+"""Several services, each on its nodes, behind a router, our child. A service that cannot be kept
+running is dropped; the last one ends all. Does not import Ray."""
 
 import logging
 import tempfile

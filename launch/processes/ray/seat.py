@@ -1,7 +1,5 @@
-"""The body of an actor: one process on its node, started and watched there. In its command the node
-replaces words in braces: `{folder}`, a private folder with the keys of the process, and `{ip}`, the
-address of the node. Results are plain values. Does not import Ray.
-"""
+"""The body of an actor: one process on its node. In its command `{folder}` is a private folder with
+its keys, `{ip}` the node's address. Does not import Ray."""
 
 import fcntl
 import os

@@ -1,10 +1,6 @@
-"""The nodes of a cluster as the site of a service.
-
-The coordinator and the HTTP API live in one bundle, by default on the node where the service is
-started; each worker has its own bundle. If all of them are on that node they connect over ipc, else
-over tcp with keys made for this run, of which a node gets those that its process needs. A worker is
-started ahead, and gets the address on its standard input.
-"""
+"""A cluster's nodes as the site of a service: a bundle for the coordinator and the HTTP API, by
+default here, and one for each worker. On one node they connect over ipc, else over tcp with keys
+made for this run. A worker starts ahead, and reads the address from stdin."""
 
 import shutil
 import tempfile

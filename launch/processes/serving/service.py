@@ -1,9 +1,6 @@
-"""The processes of `dovetail serve`: started, polled, restarted, replaced and drained as `watch.py`
-decides. The coordinator and the HTTP API are ready when they print a line on stdout, a worker when
-it is registered. The coordinator is polled for its workers; a restarted one has the same address,
-so that all processes reconnect. The stderr of the processes goes to the log once the service is
-ready; before, only the last lines of a failed one are shown.
-"""
+"""The processes of `dovetail serve`, started, restarted and drained as `watch.py` decides.
+Coordinator and HTTP API are ready when they print a line, a worker when it is registered. Their
+stderr goes to the log once all are ready; before, only the last lines of a failed one."""
 
 import logging
 import os

@@ -1,21 +1,12 @@
-"""Decides from events and times when a process of a service is started, and when one that ended or
-is stuck is started again.
-
-The first part is the root. It must know some of the others, the workers, whose work comes from it;
-when it is lost they stay, and come back to it by themselves. A part starts when those that it comes
-after have been ready, the root since it was started last. Until everything was ready once, a user's
-mistake, or the loss of a part that serving needs, ends the service - whoever started it is there to
-read why. From then on a part that ends is started again after a pause, which doubles from loss to
-loss and begins anew after a minute of health. A part that serving needs ends the service if it ends
-too often; one that it can do without, such as a draft, or a target beside another one, is tried
-ever more rarely, and for ever. A part is stuck, and replaced, if it is the root and does not
-respond, if its heartbeats stop, or if the root no longer knows it. In the first two cases it gets
-longer while it computes; a part that is not ready yet may compute without limit. A part that was
-removed because
-somebody else took its place is started again when nobody is in that place any more; so is one that
-was lost, and whose place somebody was given before it came back. Knows no processes, clocks or
-signals: names, events and seconds are handed in, and actions are handed back.
-"""
+"""Decides when the processes of a service are started and restarted; gets names, events and
+seconds, and returns actions. The root, the first part, knows the workers, which survive its loss
+and register again. A part starts once those that it comes after are ready. Until all were ready
+once, a user's mistake or the loss of a needed part ends the service. Later a lost part restarts
+after a pause that doubles, and is short again after a minute of health; a needed part that is lost
+too often ends the service, any other is retried ever more rarely. A part is stuck if it is the root
+and does not answer, if its heartbeats stop, or if the root does not know it; a part that computes
+has longer, one that is loading has no limit. A part whose place was taken starts again when that
+place is free."""
 
 import math
 from collections import deque
