@@ -246,9 +246,6 @@ def _elsewhere(
     return subject
 
 
-# -- what is shown ---------------------------------------------------------------------------------
-
-
 def _show(
     every: Sequence[Alternative], result: dict[str, Any], device: str, model: Sequence[str]
 ) -> None:

@@ -201,9 +201,6 @@ def _write(out: Path, found: dict[str, Any], watch: Watch) -> None:
     write_trace(out / TRACE, watch.spans, clocks)
 
 
-# -- what is shown ---------------------------------------------------------------------------------
-
-
 def show(found: Mapping[str, Any]) -> None:
     found = in_print(found)
     click.echo(f"{found['title']}\n{found['workload']}")

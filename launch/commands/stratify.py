@@ -156,9 +156,6 @@ def _holds_for(settings: Settings) -> dict[str, Any]:
     return {**draft_facts(settings.draft), **tree, "temperature": settings.sampling.temperature}
 
 
-# -- rounds ----------------------------------------------------------------------------------------
-
-
 def _play(
     configuration: Configuration,
     prompts: Sequence[Prompt],
@@ -228,9 +225,6 @@ def rounds_of(
     ]
 
 
-# -- the file of rounds ----------------------------------------------------------------------------
-
-
 @contextmanager
 def _kept(
     path: Path | None, holds_for: dict[str, Any]
@@ -270,9 +264,6 @@ def _kept(
         if not headed:
             keep({"holds_for": holds_for})
         yield replies, lambda reply: keep(asdict(reply))
-
-
-# -- what is shown ---------------------------------------------------------------------------------
 
 
 def _bins_told(strata: "Strata") -> list[dict[str, Any]]:

@@ -186,9 +186,6 @@ class _WebEye:
         return picture
 
 
-# -- live ------------------------------------------------------------------------------------------
-
-
 def _watch(eye: Eye) -> None:
     console, standing = Console(), Standing()
     picture: Picture | None = None

@@ -144,9 +144,6 @@ def _parts(picture: Picture, name: str, chosen: int | None) -> Iterator[Renderab
         yield from _workers(picture["workers"])
 
 
-# -- head and foot ---------------------------------------------------------------------------------
-
-
 def _head(picture: Picture, standing: Standing | None = None) -> RenderableType:
     coordinator, speculation = picture["coordinator"], picture["speculation"]
     state = (
@@ -184,9 +181,6 @@ def _foot(standing: Standing) -> Text:
     return Text.assemble(
         "q quit  p pause  ←→ ", *pages, f"  ↑↓ session: {whose}", no_wrap=True, overflow="crop"
     )
-
-
-# -- overview --------------------------------------------------------------------------------------
 
 
 def _overview(picture: Picture) -> Iterator[RenderableType]:
@@ -275,9 +269,6 @@ def _devices(workers: Sequence[Picture]) -> RenderableType:
             str(worker["sessions"]),
         )
     return table
-
-
-# -- sessions and workers --------------------------------------------------------------------------
 
 
 def _sessions(sessions: Sequence[Picture], chosen: int | None) -> RenderableType:

@@ -15,8 +15,6 @@ from dovetail.launch.processes.connection import Connection, connected_by_target
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import DraftFailure, Failed, Finished, Recorded, Result
 
-# -- a file of prompts -----------------------------------------------------------------------------
-
 
 @dataclass
 class _Dialogue:

@@ -17,9 +17,6 @@ CANCEL_GRACE_S = 2.0
 QUIET_S = 1.0  # silence after which the coordinator is asked whether the reply waits for a target
 
 
-# -- one prompt ------------------------------------------------------------------------------------
-
-
 def decode_one(
     wish: Wish, connection: Connection, text: str, *, as_json: bool
 ) -> tuple[Finished, int]:

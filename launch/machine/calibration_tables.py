@@ -22,9 +22,6 @@ def read_found(kind: type[ReadT], told: object) -> ReadT:
     return kind.model_validate_json(json.dumps(told))
 
 
-# -- what is shown ---------------------------------------------------------------------------------
-
-
 def _active(found: Mapping[str, Any]) -> str:
     active = found["active_parameters"]
     return "" if active == found["parameters"] else f" ({active / 1e6:.0f} M of them active)"

@@ -60,9 +60,6 @@ def examine(facts: Facts) -> Iterator[Check]:
         yield from check(facts)
 
 
-# -- the checks ------------------------------------------------------------------------------------
-
-
 def _processor(facts: Facts) -> Iterator[Check]:
     found = " ".join(name for name in INSTRUCTIONS if name in facts.flags) or "none that matter"
     yield Check("processor", True, f"{facts.machine}: {found}")

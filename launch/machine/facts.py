@@ -87,9 +87,6 @@ class Facts:
     """The bytes on disk of each folder and file in it."""
 
 
-# -- the facts -------------------------------------------------------------------------------------
-
-
 def gather() -> Facts:
     """Return the facts of this machine."""
     topology, watched = read_topology(), Others()

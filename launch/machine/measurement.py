@@ -32,9 +32,6 @@ def beside_cpu(configuration: Configuration) -> str:
     return target.split.device or (target.device if target.device != "cpu" else "")
 
 
-# -- the process that measures ---------------------------------------------------------------------
-
-
 @click.command()
 @click.option("--role", type=click.Choice(["target", "draft"]), required=True)
 @click.option("--cores", required=True)

@@ -40,9 +40,6 @@ class Acceptance(Protocol):
         the planner's `Draft`."""
 
 
-# -- assumed ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Published:
     """An acceptance length that a paper reports of a kind of draft, at T = 0 on MT-bench."""
@@ -141,9 +138,6 @@ def _brought(first: float, decay: float, tree: Tree) -> float:
 
 UNCOUNTED = Assumed(0.0, 0.0, "not counted: depends on how much of a text repeats")
 """The acceptance of a look-up, which is planned as if it never found anything."""
-
-
-# -- recorded --------------------------------------------------------------------------------------
 
 
 class Recorded:

@@ -3,7 +3,7 @@ what they lack. Reads config.json and the names of a head's tensors."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,9 @@ class Candidate:
     def shared(self, level_s: Callable[[int, int], float], proposal_s: float) -> Draft:
         """A substitute in one process with its target, which lends it its resident layers,
         embedding, head, keys and values."""
+        own = self.draft(level_s, proposal_s, on_device=True)
         name = f"{self.name}, one process with the target"
-        return Draft(
-            name,
-            level_s,
-            self.size.shared_bytes,
-            0,
-            self.acceptance.tokens,
-            self.trees,
-            self.acceptance.passes,
-            proposal_s,
-            shares=True,
-        )
+        return replace(own, name=name, device_bytes=self.size.shared_bytes, shares=True)
 
 
 def trees_of(kind: str, acceptance: Acceptance, width: int) -> list[Tree]:

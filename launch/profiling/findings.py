@@ -84,9 +84,6 @@ def _share(flags: Sequence[bool]) -> float | None:
     return fmean(flags) if flags else None
 
 
-# -- devices ---------------------------------------------------------------------------------------
-
-
 def _device(actor: Actor, use: Use, evidence: Evidence) -> dict[str, Any]:
     worker = next((worker for worker in evidence.workers if worker.name == actor.name), None)
     state = next((state for state in evidence.states if state.name == actor.name), None)
@@ -166,9 +163,6 @@ def _others(evidence: Evidence) -> dict[str, Any] | None:
 
 def _disturbed(others: Mapping[str, Any] | None) -> bool:
     return others is not None and others["share"] > OTHERS
-
-
-# -- bounds ----------------------------------------------------------------------------------------
 
 
 def _bounds(
@@ -272,9 +266,6 @@ def _experts(evidence: Evidence, target: RowCosts) -> dict[str, float] | None:
         "expert_us": target.experts.expert_s * 1e6,
         "share": target.experts.expert_s * mean / pass_s,
     }
-
-
-# -- in words --------------------------------------------------------------------------------------
 
 
 def _caveats(evidence: Evidence, others: Mapping[str, Any] | None) -> Iterator[str]:

@@ -220,9 +220,6 @@ def _cores() -> Mapping[int, tuple[float, float]]:
     }
 
 
-# -- differences -----------------------------------------------------------------------------------
-
-
 def busy_cores(first: Sample, last: Sample, cores: Sequence[int]) -> float | None:
     """Share of the time between two samples in which these cores were busy with anything; None if
     none of them was read, or no time has passed."""

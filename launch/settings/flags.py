@@ -63,9 +63,6 @@ SHORT_FORMS = {
 }
 
 
-# -- flags -----------------------------------------------------------------------------------------
-
-
 class SettingsFile(click.Path):
     """A settings file; a value of other programs' `-c` is recognised and rejected."""
 
