@@ -59,8 +59,7 @@ GROUPS = {
         "stratify": "Find the thresholds of the heterospec policy.",
     },
 }
-"""Heading -> name -> its line in `dovetail --help`. The click command is `command` in
-`dovetail.launch.commands.NAME`."""
+"""Heading -> name -> line in `dovetail --help`; a command is `dovetail.launch.commands.NAME`."""
 COMMANDS = {
     name: entry
     for group in GROUPS.values()

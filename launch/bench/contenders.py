@@ -217,9 +217,8 @@ def contenders(
 
 
 def founder(methods: Sequence[Method], of: Method) -> Method:
-    """Return the method whose settings the shared processes start with: the first that drafts, with
-    room for drafting ahead if one of them does that. `ValueError` if they need different processes.
-    """
+    """Return the method that shared processes start with: the first that drafts, with room for
+    drafting ahead if one of them does. `ValueError` if they need different processes."""
     sharing = (
         [method for method in methods if method.shares == of.shares and method.drafts]
         if of.shares

@@ -55,8 +55,7 @@ class Journal:
     known: dict[str, Any] = field(default_factory=dict)
     """Label -> method, threads, identity: of the run that began."""
     tasks: dict[Where, tuple[str, int, Finished]] = field(default_factory=dict)
-    """Place -> the prompt, the tokens of its reply, and the reply of `none`, which sets the
-    length."""
+    """Place -> prompt, tokens of its reply, and the reply of `none`, which sets the length."""
     replies: dict[tuple[str, Where, int], tuple[Finished, int]] = field(default_factory=dict)
     """Label, where, number -> the reply, and the tokens that came with its first round."""
     peaks: dict[str, float] = field(default_factory=dict)
@@ -107,9 +106,8 @@ class Journal:
         self._write({"reply": told})
 
     def agree(self, found: Mapping[str, Contender]) -> dict[str, Contender]:
-        """The contenders of the run that began, from those that were started now; `UserError` if
-        they are others. A peer keeps the numbers of threads that it was measured with at first.
-        """
+        """Return the contenders of the run that began; `UserError` if those started now are others.
+        A peer keeps the numbers of threads that it was measured with."""
         if not self.known:
             self.known = {
                 label: {

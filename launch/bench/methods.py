@@ -28,11 +28,9 @@ class Method:
     name: str
     configuration: Configuration
     threads: int | None = None
-    """The threads of a peer, which is measured with several numbers of them; None: one of our
-    methods."""
+    """A peer's threads, of which several numbers are measured; None: a method of ours."""
     shares: str = ""
-    """Methods with the same text share a stack of processes; those with an empty one have their
-    own."""
+    """Methods with the same text share processes; those with an empty one have their own."""
     peer: PeerKind | None = None  # the kind of the other engine; None: a method of ours
     options: Any = None  # the options of the peer
 
@@ -83,9 +81,8 @@ def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
 
 
 def beside_llama_server(base: Configuration) -> tuple[str, ...]:
-    """Return the methods for llama-server without any named one: our target alone and with its
-    draft, llama-server with the same GGUF file alone and, if our draft is a GGUF file, with
-    that."""
+    """Return the methods if only llama-server is named: our target alone and with its draft, and
+    llama-server with the same GGUF file, also with our draft if that is a GGUF file."""
     drafted = bool(files_of(Path(base.settings.draft.model)))
     return (NONE, "auto", SERVER, *([f"{SERVER},draft={OWN}"] if drafted else []))
 

@@ -16,8 +16,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_GAMMA, Settings
 
 VALUES = {"gamma": "1,2,4,6,8,12,16,24,32,48,63", "depth": "1,2,3,4,6,8,12,16,24,32,48"}
-"""Swept setting -> its values by default: gamma to the last tree that makes 64 rows, depth to
-SubSpec's."""
+"""Swept setting -> default values: gamma to the last tree of 64 rows, depth to SubSpec's."""
 TAKEN = (
     "tau",
     "tokens_per_s",

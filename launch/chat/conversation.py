@@ -24,8 +24,7 @@ COMMANDS = {
     "help": ("", "list these commands; begin a message with // to send a text that begins with /"),
     "quit": ("", "quit; so do /exit and Ctrl-D"),
 }
-"""Name -> (argument, what it does); optional arguments are in brackets, and without them the
-command shows the present value."""
+"""Name -> (argument, what it does); without its optional [argument] it shows the value."""
 ALIASES = {"exit": "quit"}
 
 
@@ -75,8 +74,7 @@ class Manner:
     ahead: bool | None = None
     template: Mapping[str, Any] = field(default_factory=dict)  # values for the chat template
     said: frozenset[str] | None = None
-    """The names of the sampling settings that are sent to a server; it decides the others. None:
-    all."""
+    """The sampling settings that are sent to a server, which decides the others. None: all."""
 
     def decides(self, name: str) -> bool:
         """Return whether this sampling setting was set here."""

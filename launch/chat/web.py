@@ -28,8 +28,7 @@ MOST_WORDS = 200  # characters that are shown of an answer that is none
 KEY_VARIABLE = "DOVETAIL_API_KEY"
 SERVERS = ("acceptance", "generation_config")  # settings of sampling that the server decides on
 LATER = (429, 503)
-"""The target is full or missing, as while its worker restarts: the same request may succeed a
-little later."""
+"""The target is full, or restarting: the same request may be answered a little later."""
 
 
 OTHERWISE = "connect to its coordinator (ipc:// or tcp://) instead of its URL"

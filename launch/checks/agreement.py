@@ -27,12 +27,10 @@ if TYPE_CHECKING:
 TOP = 20  # tokens of each position whose log-probabilities are compared
 REPLY = 32  # tokens that the target adds to the text by itself
 LEAST_TEXT, MOST_TEXT = 256, 2048
-"""Least and most tokens of a text; between them, enough to cross the positions that the
-configuration names."""
+"""Least and most tokens of a text, which crosses the positions that its config.json names."""
 BEYOND = 16  # tokens behind the last of these positions
 EXACT = 2e-3
-"""Largest accepted difference of a log-probability if the function is the checkpoint's own:
-rounding only."""
+"""Largest accepted difference of a log-probability for the checkpoint's own function: rounding."""
 MEAN = {
     "int8": 0.1,
     "int4-int8": 0.25,

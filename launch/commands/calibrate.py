@@ -168,9 +168,8 @@ def command(
 def _overhead_s(
     configuration: Configuration, calibration: Calibration, seconds: float
 ) -> float | None:
-    """Return the seconds that messages, coordinator and HTTP add to a pass, from streams of about
-    `seconds` in all. None if the target cannot be served as measured (config.json only, layers on a
-    device or not in memory), or if other programs have slowed the measured passes."""
+    """Return seconds of messages, coordinator and HTTP a pass, from about `seconds` of streams.
+    None if the target is not served as measured, or if other programs have slowed the passes."""
     folder = find_folder(with_target(configuration.settings.target).model, files=CONFIG_ALONE)
     whole = calibration.layers_measured == calibration.layers and any(weight_paths(folder))
     if beside_cpu(configuration) or not whole or not (folder / "tokenizer.json").exists():

@@ -325,9 +325,8 @@ def _ask() -> str:
 
 @contextmanager
 def _woken() -> Iterator[None]:
-    """Handle signals within half a second while readline waits for a key: one that arrives between
-    its prompt and its wait, or on another thread, does not end that wait.
-    """
+    """Handle signals within half a second while readline waits for a key: one between its prompt
+    and its wait, or on another thread, does not end the wait."""
     former = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, WAKE_S, WAKE_S)
     try:

@@ -195,9 +195,8 @@ def shown(settings: HttpSettings, *, keyed: bool) -> Shown:
 
 
 def connections_of(configuration: Configuration) -> int:
-    """Return how many connections this process may hold, after raising the limit on open files as
-    far as possible. If that is not enough, a number from the settings is refused, and the default
-    is lowered."""
+    """Return how many connections are possible, after raising the limit on open files. If they are
+    too few, a number from the settings is refused, and the default lowered."""
     wanted = configuration.settings.http.connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:

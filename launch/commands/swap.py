@@ -317,9 +317,8 @@ def as_before(
     *,
     elsewhere: bool,
 ) -> Configuration:
-    """Return the settings, completed by those of the worker `before`, and for a draft by the target
-    that it `reads`; without those of another kind of draft, and for a worker `elsewhere` without
-    those of this machine."""
+    """Return the settings, completed by those of the worker `before`, and a draft's by the target
+    that it `reads`; not those of another kind of draft, or of this machine for one `elsewhere`."""
     named = any(configuration.given(name) for name in MODELS[role])
     sections = (*SECTIONS[role], "memory", STUCK)
     known = values_of(before) if before is not None else {}

@@ -77,9 +77,8 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def unwound_by_signals() -> Iterator[None]:
-    """On SIGTERM, and on SIGHUP of a closed terminal, unwind this block, so that the terminal is
-    restored, and exit with 128 plus the signal's number. Ignored signals, as under nohup, stay
-    ignored. Errors of a closed terminal are ignored."""
+    """On SIGTERM and SIGHUP, unwind this block, which restores the terminal, and exit with 128 plus
+    the signal. Ignored signals (nohup) stay ignored, as do errors of a closed terminal."""
 
     def unwind(number: int, _frame: FrameType | None) -> NoReturn:
         for other in before:
@@ -174,9 +173,8 @@ def counting_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
 def print_table(
     headings: Sequence[str], rows: Sequence[Sequence[object]], *, keys: int = 1, whole: bool = False
 ) -> None:
-    """Print a table on stdout; numbers to the right. Columns that do not fit into the terminal
-    follow in a second table, with the first `keys` columns repeated. `whole`: no cell is
-    wrapped."""
+    """Print a table on stdout, numbers to the right. Columns that do not fit follow in a second
+    table with the first `keys` columns repeated. `whole`: no cell is wrapped."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -159,8 +159,7 @@ TOLD_SHARE = 0.05
 """Above this share of the time, the summary includes prefill, and waiting for workers."""
 NOTHING_PAID = "no node was expected to pay, or the draft had not read the prompt yet"
 NOTHING_OFFERED = "the draft offered nothing"
-"""Why a round has no tree where nothing was decided: a policy that does not ask what pays always
-asks the draft, and waits for it."""
+"""Why a round has no tree though the policy always asks the draft."""
 
 
 def tell_full_context(result: Result, most: int) -> None:

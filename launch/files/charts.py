@@ -39,8 +39,7 @@ AT_NIGHT = {
 ACROSS = 2  # small charts in a line
 PANEL_WIDTH, PANEL_HEIGHT = 400, 270
 TITLE, SECOND = 15, 12
-"""Sizes of the lines of a title; a bold letter is about TITLE_LETTER of its size wide, and one of
-the second line SECOND_LETTER."""
+"""Sizes of a title; a letter is TITLE_LETTER, or SECOND_LETTER, of its size wide."""
 TITLE_LETTER, SECOND_LETTER = 0.62, 0.55
 LETTER = 6.9  # width of a letter of 12 units, about
 HEAD, MARGIN = 46, 14  # height of the title, and the space around it
@@ -113,9 +112,8 @@ def check_chart(path: Path | None) -> None:
 def draw(
     title: str, across: str, up: str, curves: Sequence[Curve], *, level: float | None = None
 ) -> str:
-    """Return the SVG of curves over common axes from 0; `across` and `up` name them with units,
-    `level` is a height to compare with. A smaller second line has what follows a line break in the
-    title, or is too long for it."""
+    """Return the SVG of curves over axes from 0; `across` and `up` name them with units, `level` is
+    a height to compare with. What follows a line break in the title is a smaller second line."""
     with drawing(WIDTH, HEIGHT) as (figure, said):
         heading(figure, title)
         axes = figure.subplots()
@@ -279,8 +277,7 @@ if TYPE_CHECKING:
 BAR, GAP, GROUP = 15, 4, 16
 """Height of a bar, the distance to the next, and the additional space above a group."""
 LABEL, VALUE, FOOT = 230, 120, 44
-"""Most space for the names left of bars, for figures to the right of the longest, and for the axis
-below the last."""
+"""Most space for names left of bars, figures right of the longest, and the axis below."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from dovetail.launch.machine.topology import format_numbers
 
 MPOL_DEFAULT, MPOL_BIND, MPOL_INTERLEAVE = 0, 2, 3
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""Machine -> number of the system call set_mempolicy(2): asm/unistd_64.h, and asm-generic/unistd.h,
-which aarch64 follows."""
+"""Machine -> number of set_mempolicy(2): asm/unistd_64.h; asm-generic/unistd.h for aarch64."""
 LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 

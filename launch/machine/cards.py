@@ -14,11 +14,9 @@ NAMES = ("usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids")
 CARD_CLASSES = ("0x03", "0x12")  # display controllers and processing accelerators
 MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}  # numbers of the PCI SIG
 CARVED = 3 << 30
-"""Bytes: graphics that are part of an AMD processor have a share of the machine's memory, by
-default less than this."""
+"""Bytes: graphics in an AMD processor have less of the machine's memory, by default."""
 LANE_GB_S = {2.5: 0.25, 5.0: 0.5, 8.0: 0.985, 16.0: 1.969, 32.0: 3.938, 64.0: 7.563}
-"""GT/s -> 10^9 bytes a second of a lane of PCIe one way: 8/10 of 2.5 and 5 GT/s, 128/130 of 8, 16
-and 32 GT/s, 242/256 of 64 (PCI-SIG)."""
+"""GT/s -> 10^9 bytes/s of a lane of PCIe one way: 8/10 to 5, 128/130 to 32, 242/256 of 64."""
 
 
 @dataclass(frozen=True)

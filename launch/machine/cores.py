@@ -80,9 +80,8 @@ def lay_out(
 
 
 def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
-    """Spread the target over all nodes that have cores and memory, in proportion to their cores;
-    the draft gets the last core. `UserError` if there are fewer than two such nodes, or too few
-    threads for one on each."""
+    """Spread the target over all nodes with cores and memory, in proportion to their cores; the
+    draft gets the last core. `UserError` without two such nodes, or a thread for each."""
     nodes = [node for node in topology.computing if node.memory_bytes]
     if len(nodes) < 2:
         raise UserError(
@@ -157,9 +156,8 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def parse_place(cores: str, nodes: str) -> Place:
-    """Return the place of --cores "0,2-3" and --memory-nodes "0", or with shards of "0-3/4-7" and
-    "0,1"; `UserError` for a malformed list, a core that is not there or is in two shards, and a
-    number of nodes that is not that of the shards."""
+    """Return the place of --cores "0,2-3" and --memory-nodes "0", or of shards, "0-3/4-7" and
+    "0,1"; `UserError` for malformed lists, missing or shared cores, other numbers of nodes."""
     if "/" in cores and not all(cores.split("/")):
         raise UserError(f"--cores {cores!r} is not a list of cores for each shard, such as 0-3/4-7")
     shards = tuple(map(parse_cores, cores.split("/")))

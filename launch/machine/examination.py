@@ -38,8 +38,7 @@ INSTRUCTIONS = (
 )
 """Flags of /proc/cpuinfo that matter here, on x86-64 and aarch64."""
 PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""Bind the main thread to one core when torch is imported, and every thread that is started later
-inherits that."""
+"""They bind the main thread to a core when torch is imported; later threads inherit that."""
 CAPS = (
     "ONEDNN_MAX_CPU_ISA",
     "ATEN_CPU_CAPABILITY",

@@ -67,8 +67,7 @@ class Facts:
     online_cores: int
     memory_refusal: str  # why memory cannot be bound to a node; empty if it can
     inventory: Mapping[str, Any]
-    """The result of `calibration/inventory.py` in workers; if that failed, only the key
-    `broken`."""
+    """What `calibration/inventory.py` found in workers; `broken` alone if it could not run."""
     gpus: Sequence[Gpu] = ()
     cards: Sequence[Card] = ()  # the graphics cards of AMD and Intel
     driver_problem: str = ""

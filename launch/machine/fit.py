@@ -33,8 +33,7 @@ HUBS = {
     "coordinator": ("coordinator", 45_000_000, 5.0),
     "http": ("HTTP server", 60_000_000, 9.0),
 }
-"""Processes without a model: what they are called, the bytes of each, and bytes for each byte of
-the target's tokenizer.json."""
+"""Process without a model -> name, bytes, and bytes for each of the target's tokenizer.json."""
 LOOKUP_BYTES = 30_000_000  # the size of a draft that looks up
 BITS = {"auto": 4, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 DRAFT_TYPES = {"fp16": "half", "bf16": "half", "int4": "int8"}
@@ -295,8 +294,7 @@ SESSIONS_SHARE = 4 / 3
 """A target offers three quarters of what is free to sessions (`ROOM_SHARE` of its prefix cache)."""
 MARGIN = 1.1
 LEAST_BYTES = {"coordinator": 500_000_000, "http": 1_000_000_000, "draft": 500_000_000}
-"""The least limit of processes that grow with their users. With 100 of them all processes of a
-small pair took 1.0 GB together."""
+"""Least limits of processes that grow with users: with 100, those of a small pair took 1.0 GB."""
 
 
 def memory_limit(settings: Settings, role: str) -> int | None:

@@ -123,8 +123,7 @@ def layouts_for(target: TargetSettings) -> tuple[CoreLayout, CoreLayout | None]:
 
 def nodes_of_layouts(alone: CoreLayout, spread: CoreLayout, profile: Profile) -> Nodes:
     """Return the figures of the nodes over which a target is spread: the additional time of a layer
-    is that measured of any target that `dovetail calibrate` has measured both ways with as many
-    threads, or is assumed."""
+    as measured of any target with as many threads, or assumed."""
     before, after = len(alone.target.cores), len(spread.target.cores)
     nodes = Nodes(len(spread.target.shards), after / before)
     there = {"shards": nodes.count, "threads": after}

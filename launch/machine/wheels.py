@@ -8,8 +8,7 @@ from collections.abc import Sequence
 Capability = tuple[int, int]
 
 MAXWELL, TURING, BLACKWELL = (5, 0), (7, 5), (10, 0)
-"""Builds for CUDA 12.6 have code from Maxwell to Hopper (9.0), those for 13.0 from Turing on;
-Blackwell needs 13.0, or 12.8."""
+"""CUDA 12.6 builds: Maxwell to Hopper (9.0); 13.0: Turing on; Blackwell needs 13.0, or 12.8."""
 RELEASES = {
     "cu126": ((2, 8), (2, 13)),
     "cu128": ((2, 8), (2, 11)),
@@ -20,12 +19,10 @@ RELEASES = {
 }
 """Build -> the first and the last supported release for which it is published."""
 LEAST_DRIVER = {12: 525, 13: 580}
-"""CUDA's major version -> the least driver (NVIDIA, CUDA Compatibility, minor version
-compatibility)."""
+"""CUDA's major version -> least driver (NVIDIA, CUDA Compatibility, minor versions)."""
 ROCM = ("rocm6.4", "rocm7.1")  # the builds for AMD's GPUs
 LIKE_GFX1030 = ("gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036")
-"""AMD chips that have no code in any build, but the same instructions as gfx1030, which is in all
-of them (LLVM, User Guide for AMDGPU Backend)."""
+"""AMD chips without code in any build, with gfx1030's instructions (LLVM, AMDGPU Backend)."""
 INDEX = "https://download.pytorch.org/whl"
 
 

@@ -227,9 +227,8 @@ class _Walk:
             yield node
 
     def growth(self, tree: Tree, *, ahead: bool) -> Iterator[Floats]:
-        """Yield the scores of the nodes that each pass for such a tree expands: the root, which has
-        0, then of each level those of its best nodes that are among the best of the tree so far.
-        `ahead`: the best of it are there already."""
+        """Yield the scores of the nodes that each pass expands: the root (0), then the best of each
+        level that are among the best so far. `ahead`: the best of it are there already."""
         yield np.zeros(1, np.float32)
         traits = POLICIES[tree.policy]
         if traits.full_levels:

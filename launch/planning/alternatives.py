@@ -20,8 +20,7 @@ class Offered:
     candidate: Candidate
     draft: Draft
     spread: bool = False
-    """True if it drafts for a target that is spread over memory nodes, on the cores that this one
-    leaves."""
+    """True with a target that is spread over memory nodes: it has the cores that this leaves."""
 
     @property
     def shared(self) -> bool:

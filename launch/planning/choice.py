@@ -45,9 +45,8 @@ Say = Callable[[str], None]
 
 
 def with_choices(configuration: Configuration, say: Say) -> tuple[Configuration, list[str]]:
-    """Return settings with weights and draft chosen if the user named none, and a description of
-    the choice. Weights are chosen only if nothing but the target is named (`dovetail serve MODEL`);
-    a draft for any target except the embedded ones."""
+    """Return settings with weights and draft chosen where the user named none, and the choices in
+    words. Weights are chosen for `dovetail serve MODEL`, drafts for any target but the embedded."""
     try:
         model = configuration.settings.target.model
         folder = local_folder(model) if model else None

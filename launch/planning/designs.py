@@ -52,8 +52,7 @@ LOSSES = {
     INT4: "another function: logits move by about 10 %; the first load takes longer",
     FILE: "the file's blocks; activations in int8 move logits by about 1 %",
 }
-"""Types of weights, and in words what is lost with them: measured on the embedded target
-(`dovetail selftest --card`)."""
+"""Type of weights -> what is lost, measured on the embedded target (`selftest --card`)."""
 EXACT = "the file's function; keys and values in fp16 move logits by 1e-4 to 2e-3"
 """Weights `file` with activations in fp32, in words."""
 
@@ -113,9 +112,8 @@ def read_design(folder: Path) -> "Design":
 
 
 def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
-    """Return the design of a config.json that lies in this folder. What layers weigh is asked of
-    transformers, since families with experts, states or heads that differ name it in their own
-    ways."""
+    """Return the design of a config.json in this folder, with layers weighed by transformers, since
+    families name experts, states and heads in their own ways."""
     tensors = read_tensors(folder)
     if config.get("model_type") in SAID:
         return Design(config, tensors=tensors)
@@ -183,8 +181,7 @@ class Design:
 
     config: Mapping[str, Any]
     weighed: "design.Design | None" = None
-    """Its parts, as transformers builds it; None if its config.json determines everything that is
-    counted."""
+    """Its parts, as transformers builds it; None if its config.json determines all of them."""
     tensors: Sequence[Tensor] = ()  # the tensors of its checkpoint; empty where it is not here
     file_bytes: int = 0  # the size of a GGUF file of it that is not here; 0: none was named
 
@@ -292,8 +289,7 @@ class DraftSize:
     other_bytes: int
     beside_bytes: int  # bytes that are not read in every pass: embedding, keys and values, a pass
     shared_bytes: Callable[[int], int] = lambda _resident: 0
-    """Returns the bytes that a substitute takes in one process with its target, with this many
-    resident layers, and the room that the worker leaves."""
+    """Bytes of a substitute in its target's process, by resident layers."""
 
     @property
     def pass_bytes(self) -> int:

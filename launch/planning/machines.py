@@ -105,14 +105,12 @@ class MemoryPart(Frozen):
 
 
 ATTAINED = 0.8
-"""Share of what memory and arithmetic are sold with, as in the descriptions of the papers'
-machines."""
+"""Share of nominal bandwidth and arithmetic that is reached, as on the papers' machines."""
 OPERATIONS = {"sse": 8, "avx": 16, "avx2": 32, "avx512": 64}
 """Products and sums in fp32 that a core does in a cycle."""
 INT8_TIMES = 2  # products of int8 for one of fp32: an estimate
 LAYER_US, LEVEL_US, HOP_US, COORDINATOR_US = 30.0, 150.0, 60.0, 100.0
-"""The additional microseconds of a layer, a level of a tree, and a message on its way and in the
-coordinator: as in the description of the Dovetail paper's server, the level's ours."""
+"""Microseconds of a layer, a tree's level (ours), a message, the coordinator (Dovetail paper)."""
 
 
 class ProcessorPart(Frozen):

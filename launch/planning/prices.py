@@ -34,16 +34,13 @@ time. `dovetail calibrate` measures their sum."""
 CONTEXT = 128.0
 """Context length at which passes are priced: about the middle of a question and its reply."""
 LEVEL_S, PROPOSAL_S = 150e-6, 700e-6
-"""Ranking and bookkeeping of one level of a tree, and of a proposal, without the draft's passes:
-from the same rounds."""
+"""Ranking of one level of a tree, and a proposal without the draft's passes; same rounds."""
 FP32_SHARE = 0.5
-"""Share of a GPU's 16-bit arithmetic that it does in fp32, as its layers of a target are
-computed."""
+"""Share of a GPU's 16-bit arithmetic in fp32, in which a target's layers are computed."""
 
 
 CROSSING_S = 50e-6
-"""States that go to the CPU and outputs of experts that come back, in a layer: two waits for a
-device, and 16 rows of 4096 numbers on a link of 16 GB/s. An estimate: none has been measured."""
+"""States to the CPU and back for experts, a layer: two waits, 16 x 4096 numbers at 16 GB/s."""
 
 
 MEASURED = Origin("measured")
@@ -123,8 +120,7 @@ class Hardware:
     core: Engine | None = None
     """The core that drafts if the GPU cannot; None: `draft` stands for it."""
     nodes: Nodes | None = None
-    """The memory nodes over which the host can spread a target, with the limits of one node each;
-    None: there is only one."""
+    """Nodes over which the host can spread a target (limits of one of them); None: one."""
 
 
 def arithmetic(weights: str) -> str:
@@ -277,9 +273,8 @@ def over_nodes(
 
 
 def with_host_experts(prices: Prices, mixture: Mixture) -> Machine | None:
-    """Return the machine where the CPU computes the experts of layers on the device, in turn with
-    it; None where there is not both. Times of a layer are shared out by the weights that passes
-    read."""
+    """Return the machine if the CPU computes experts of layers on the device, in turn with it, or
+    None. Times of a layer are divided by the weights that passes read."""
     host, device = prices.machine.host, prices.machine.device
     if host is None or device is None or not mixture.share:
         return None

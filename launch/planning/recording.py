@@ -33,9 +33,7 @@ class About(Frozen):
     """Fingerprint."""
     target_model: str
     draft_model: str
-    head: bool
-    """True if the draft reads features of its target: then the tree is grown from scratch below
-    every root."""
+    head: bool  # True if the draft reads features of its target: every tree is grown from scratch
     vocabulary_size: Annotated[int, Field(ge=1)]
     end: tuple[int, ...]
     context: Annotated[int, Field(ge=1)]

@@ -105,9 +105,8 @@ class Subject:
         return found
 
     def offered(self, candidate: Candidate) -> list[Offered]:
-        """The variants of a candidate: a separate draft, one for a target that is spread over
-        memory nodes, and if possible one that shares with the target. One that does not fit on the
-        GPU is priced on the CPU."""
+        """Return the variants of a candidate: separate, for a target spread over memory nodes, and
+        sharing with the target. One that does not fit on the GPU is priced on the CPU."""
         hardware, measured, spread = self.hardware, None, None
         lookup = candidate.kind == LOOKUP
         if lookup:
@@ -144,9 +143,8 @@ class Subject:
         return "cpu" if candidate.name in self.falls else self.draft_device
 
     def ahead(self, option: Option) -> bool:
-        """True if target and draft have separate cores or devices: a draft on a GPU shares it with
-        the target's part there, one on a CPU may have a core of the target here, and has a separate
-        one on a described machine."""
+        """Return whether target and draft have separate cores or devices: on a GPU the draft shares
+        it with the target's part there; on a CPU it may have a core of the target."""
         assert option.draft is not None
         if option.draft.shares:
             return False

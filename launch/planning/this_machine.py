@@ -27,8 +27,7 @@ from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 
 PROBE_S = 0.5
 STAND_IN_SHARE = 0.5
-"""Share of the bandwidth that a copy between two buffers of the CPU carries: it reads and
-writes."""
+"""Share of the bandwidth that a copy in the CPU's memory carries: it reads and writes."""
 
 OF_ANOTHER = "measured with another model"
 Say = Callable[[str], None]

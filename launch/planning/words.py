@@ -159,9 +159,8 @@ def verdict(
     *,
     dense: bool = True,
 ) -> list[str]:
-    """Which wins, whether speculation is worth it, and, for a target without experts,
-    heterogeneous speculation against offloading (Appendix B of the Dovetail paper); `size`: the
-    bytes that a pass reads."""
+    """Return which wins, whether speculation is worth it, and for a dense target whether to offload
+    instead (Dovetail paper, Appendix B); `size`: bytes that a pass reads."""
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
     said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
     if best.candidate is not None and best.candidate.kind == LOOKUP:
@@ -214,9 +213,8 @@ def _over_nodes(found: Sequence[Alternative]) -> str | None:
 
 
 def against_offloading(needed_gb_s: float, bus_gb_s: float | None) -> str:
-    """Return whether heterogeneous speculation is right here, and why (Dovetail paper, equation 6).
-    `needed_gb_s`: the rate at which offloading, a token a pass, would draw level; `bus_gb_s`: the
-    bus's; None: there is no accelerator."""
+    """Return whether heterogeneous speculation is right, and why (Dovetail paper, equation 6).
+    `needed_gb_s`: rate at which offloading is as fast; `bus_gb_s`: None without accelerator."""
     if bus_gb_s is None:
         return (
             "there is no accelerator here to stream the weights to (its bus would have to carry "

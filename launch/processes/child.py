@@ -72,9 +72,8 @@ def let_threads_start() -> None:
 
 
 def end_when_told() -> None:
-    """On SIGTERM this process unwinds, closes its resources and exits with 0. SIGHUP, a closed
-    terminal, does the same unless it is ignored already, as under nohup.
-    """
+    """On SIGTERM, and SIGHUP unless that is ignored (nohup), this process unwinds, closes its
+    resources and exits with 0."""
 
     def leave(_signal: int, _frame: FrameType | None) -> NoReturn:
         sys.exit(0)

@@ -74,9 +74,8 @@ class Connection:
         record: Callable[[RoundRecord], None] | None = None,
         glance: Callable[[], None] | None = None,
     ) -> Finished:
-        """Decode one request to its end; `record` is called with every round, `glance` at least
-        every `GLANCE_S`. Errors are raised by `failure`, and so is the loss of one of our
-        processes, even if the request survived it."""
+        """Decode one request; `record` is called with every round, `glance` at least every
+        `GLANCE_S`. `failure` raises errors, also the loss of one of our processes."""
         request = self.client.submit(
             turns=turns,
             sampling=sampling,
@@ -364,9 +363,8 @@ def describe(role: str, worker: WorkerState) -> str:
 
 
 def shorten_model(model: str) -> str:
-    """Return the name of a model in a summary: "demo" for one of the embedded pair, "demo dovetail"
-    for an embedded head, the file name for a GGUF file, "demo (int4 substitute)" for a substitute.
-    """
+    """Return a model's short name: "demo", "demo dovetail" (an embedded head), a GGUF file's name,
+    "demo (int4 substitute)"."""
     path = Path(model)
     name, bracket, which = path.name.partition(" (")
     if is_gguf(name) or is_gguf(path):

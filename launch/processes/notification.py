@@ -15,8 +15,7 @@ log = logging.getLogger("dovetail.notify")
 
 FEEDS = 4  # notifications of progress within the watchdog's limit
 LOADING_S = 900
-"""A process that still reads its model has so long to read more, or to make use of what it has
-read."""
+"""Seconds for a process that reads its model to read more, or to use what it has read."""
 EXTEND_EVERY_S = 1.0
 
 

@@ -40,9 +40,8 @@ PROVING = "dovetail.workers.models.parity.oracle"
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Return the environment for a library's threads before torch is imported: their number, and
-    that they sleep between operations. Threads that spin for milliseconds after each one take the
-    cores of our kernels and of the other worker."""
+    """Return the environment for torch's threads: their number, and that they sleep between
+    operations, since spinning threads take the cores of our kernels and of the other worker."""
     return {**dict.fromkeys(THREAD_VARIABLES, str(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 

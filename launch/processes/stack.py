@@ -267,9 +267,8 @@ def _place_arguments(role: Role | Played, layout: CoreLayout) -> list[str]:
 
 
 def with_room_for_draft(configuration: Configuration) -> Configuration:
-    """The settings of a target that is started with its draft. On a shared GPU the draft gets its
-    memory first, and all of it if the CPU computes the target, which then also prefills.
-    `SettingsError` if nothing is left."""
+    """Return the settings of a target with its draft: on a shared GPU the draft gets its memory
+    first, all of it if the CPU computes the target. `SettingsError` if nothing is left."""
     memory = configuration.settings.memory
     if memory.vram_bytes is None:
         return configuration

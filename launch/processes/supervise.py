@@ -26,8 +26,7 @@ from dovetail.protocol.memory import Kills, count_kills, process_load, why_kille
 
 GRACE_S = 5.0
 ORPHANED_S = 8.0
-"""Seconds that children of a killed supervisor have to end: a coordinator lets running requests
-finish for five seconds, and an HTTP server takes two more to answer waiting clients."""
+"""Seconds for children of a killed supervisor: 5 s for running requests, 2 s for HTTP clients."""
 TAIL_BYTES = 4096
 TAIL_LINES = 6
 USER_ERROR = 2

@@ -45,8 +45,7 @@ Part = Literal["draft", "target"]
 Role = Part | Literal["unified"]
 USER_ERROR = 2
 ANSWER_S, ANSWER_FACTOR = 1.0, 3.0
-"""Seconds to wait for a lost coordinator's answer, or this multiple of the first connection's time,
-before the next attempt; a handshake takes three and a half round trips."""
+"""Seconds to wait for a lost coordinator, or multiple of the first connection's time."""
 
 TOLD = "-"  # the address argument of a worker that reads its address from standard input
 NOWHERE = Place(())
@@ -113,17 +112,15 @@ class WorkerProcess:
     notifier: Notifier
     flags: Sequence[str]  # its settings and binding, for a worker that replaces it
     told: bool = False
-    """True if the command that started this worker sends the address on standard input; it has
-    checked the tokenizer already if that is on this machine."""
+    """True if the address comes on stdin, from a command that has checked a local tokenizer."""
 
     @property
     def _title(self) -> str:
         return f"{self.role} worker {self.name}"
 
     def serve(self) -> Drain | None:
-        """Return the Drain by which the coordinator dismissed the worker; None if the coordinator
-        is lost. It connects first, so that a wrong address or key is reported before a model is
-        loaded."""
+        """Return the Drain that dismissed the worker; None if the coordinator is lost. It connects
+        first, so that a wrong address or key is reported before a model is loaded."""
         parts = parts_of(self.role)
         keys = self.configuration.settings.coordinator.keys
         folder = Path(keys) if keys else None

@@ -84,9 +84,8 @@ class Rates:
 def advise(
     rates: Rates, measured: float | None, subject: Subject | None, say: Callable[[str], None]
 ) -> list[Advice]:
-    """Return every change that was considered: those that keep the target as it is first, then by
-    gain. `measured`: the run's tokens per second, if known; `subject`: the target on this machine,
-    None if its potential is unknown."""
+    """Return every change, those that keep the target first, then by gain. `measured`: tokens/s of
+    the run, if known; `subject`: the target on this machine, None if unknown."""
     found = [*_drafting(rates, measured)] if rates.draft is not None else []
     if subject is not None and rates.evidence.on_cpu:
         found += [*_weights(rates, subject, say), *_placements(rates, subject)]

@@ -23,11 +23,9 @@ from dovetail.protocol.messages import RoundRecord
 from dovetail.runtime.costs.passes import RowCosts
 
 LEAST_S = 0.3
-"""The shortest run for which the kernel's count of busy time, in hundredths of a second, shows who
-took the cores."""
+"""The shortest run in which the kernel's hundredths of a second show who took the cores."""
 BALANCED = 0.1
-"""If they are closer than this, neither reading nor arithmetic is reported as the bound of a
-pass."""
+"""If reading and arithmetic are closer than this, neither is reported as a pass's bound."""
 FEW = 30  # rounds of which no figure should be trusted
 
 
@@ -250,9 +248,8 @@ def _pass(evidence: Evidence, subject: Subject, t_v_s: float) -> dict[str, Any] 
 
 
 def _experts(evidence: Evidence, target: RowCosts) -> dict[str, float] | None:
-    """Return how many experts a drafted pass uses, how many it would if rows chose independently,
-    the cost of one in us, and the share of all in the seconds of the pass; None if none are
-    counted."""
+    """Return how many experts a drafted pass reads, how many if rows chose independently, the cost
+    of one in us, and their share of the pass; None without experts."""
     records = [record for record in evidence.drafted if record.experts]
     if target.experts is None or not records:
         return None

@@ -21,8 +21,7 @@ from dovetail.runtime.planner import Draft, Machine, Place, Planner, Target, Tre
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
 LEAST_PLAIN = 4
-"""Rounds without a draft that measure the time outside of a pass; the first of a session is often
-one, and slow."""
+"""Rounds without a draft that measure what is outside a pass; the first is often slow."""
 
 
 def levels_of(parents: Sequence[int]) -> tuple[int, ...]:

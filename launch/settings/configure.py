@@ -65,11 +65,9 @@ class Configuration:
     settings: Settings
     origins: Mapping[str, str]
     local: bool = True
-    """True if the workers are started with these settings, not by another command with other
-    settings."""
+    """True if the workers are started with these settings, not by another command."""
     thresholds: str | tuple[float, ...] = ""
-    """`tree.thresholds` as given. The settings have the numbers, or nothing if they are not needed,
-    so that no file name leaves this process."""
+    """`tree.thresholds` as given; the settings have numbers alone, so no file name is sent."""
 
     def value(self, name: str) -> Any:
         if name == "tree.thresholds":

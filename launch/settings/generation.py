@@ -21,9 +21,8 @@ TAKEN = {
 
 
 def with_generation_config(configuration: Configuration) -> tuple[Configuration, str]:
-    """Return settings completed by the target's sampling defaults, and a description of the
-    changes; empty if there are none. `SettingsError` for a damaged file, or a value that no request
-    may have."""
+    """Return settings completed by the target's sampling defaults, and those in words, or empty.
+    `SettingsError` for a damaged file, or a value that no request may have."""
     settings = configuration.settings
     if settings.sampling.generation_config == "none" or not settings.target.model:
         return configuration, ""

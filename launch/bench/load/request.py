@@ -14,8 +14,7 @@ from dovetail.protocol.errors import DovetailError, printable
 
 PATH, PLAIN_PATH = "/v1/chat/completions", "/v1/completions"
 WORDS = ("content", "reasoning_content", "reasoning")
-"""The fields of a streamed choice that hold text of the model: OpenAI's; llama-server's and older
-vLLM's; vLLM's."""
+"""Fields of a streamed choice with text: OpenAI's, llama-server's and older vLLM's, vLLM's."""
 DONE = b"[DONE]"
 BROKEN_OFF = "broken off"  # the error of a stream that ended without [DONE]
 TOO_LONG = "too long"  # the error of a stream that does not end

@@ -65,9 +65,8 @@ def check_api_keys(file: Path) -> None:
 
 
 def key_names(folder: Path, name: str) -> list[str]:
-    """Return the files of a folder of keys that a part needs: as `dovetail keygen` names them, if
-    it is to be made or is hidden from this user. `KeysError` for a folder without them, or with
-    secret keys that others can read."""
+    """Return the files of keys that a part needs, by `keygen`'s names if the folder is hidden or
+    not there. `KeysError` for a folder without them, or secret keys that others can read."""
     if os.access(folder, os.R_OK | os.X_OK):
         return [file.name for file in key_files(folder, name)]
     if name == "coordinator":
@@ -81,9 +80,8 @@ SECRETS = "/run/secrets"
 
 
 def compose_file(configuration: Configuration) -> str:
-    """Return the compose file for these settings on this machine. `UserError` for a model that is
-    not on this machine and for a coordinator with a configured address; `SettingsError` and
-    `KeysError` for existing keys that would be refused."""
+    """Return the compose file. `UserError` for a model that is not here or a configured address;
+    `SettingsError` and `KeysError` for existing keys that would be refused."""
     if (listen := configuration.settings.coordinator.listen) != "ipc":
         raise UserError(
             f"coordinator.listen = {listen!r}: the containers use their own socket; leave it out"
@@ -128,9 +126,8 @@ LEADER = "$(LWS_LEADER_ADDRESS)"
 
 
 def kubernetes_manifest(configuration: Configuration) -> str:
-    """Return the manifest for these settings. `UserError` for a model that is not on this machine,
-    since its size determines the memory, and for a coordinator with a configured address;
-    `SettingsError` and `KeysError` for existing keys that would be refused."""
+    """Return the manifest. `UserError` for a model that is not here (its size gives the memory) or
+    a configured address; `SettingsError`, `KeysError` for keys that would be refused."""
     listen = configuration.settings.coordinator.listen
     if listen not in ("ipc", LISTEN):
         raise UserError(f"coordinator.listen = {listen!r}: the pods use {LISTEN}; leave it out")

@@ -107,9 +107,8 @@ def settled(configuration: Configuration) -> Configuration:
 
 
 def keeping(configuration: Configuration, origin: str, folder: str) -> Configuration:
-    """Return settings whose coordinator keeps its journal and its recordings, if it has them, in a
-    folder that it can write there; `origin`: the origin of that setting. `UserError` for another
-    folder."""
+    """Return settings whose coordinator keeps a journal and recordings, if any, in a folder that it
+    can write; `origin`: of that setting. `UserError` for another folder."""
     settings, taken = configuration.settings.coordinator, {}
     for name, given, own in (
         ("coordinator.journal", settings.journal, f"{folder}/journal"),

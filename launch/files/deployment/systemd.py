@@ -38,8 +38,7 @@ STATE = "/var/lib/dovetail"
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Folders of which a hardened unit sees nothing."""
 WATCHDOG = 3
-"""A worker ends itself after `coordinator.stuck_s`, and dumps its stacks; systemd ends one that
-cannot, after this multiple of that."""
+"""Multiple of `coordinator.stuck_s` after which systemd ends a worker that did not end itself."""
 DEPTH = 3  # the number of the package's folders above this file
 UNPRIVILEGED = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 STOP_S = round(3 * GRACE_S)

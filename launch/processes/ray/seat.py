@@ -93,8 +93,7 @@ def _take(
 
 MOST_LINES = 200  # lines of stderr in one result
 LOOK_S, ALONE_S = 1.0, 10.0
-"""Seconds between two checks of the node's process, and the grace for our process once that has
-ended."""
+"""Seconds between checks of the node's process, and our grace once that has ended."""
 FOLDER, IP = "{folder}", "{ip}"  # placeholders of a command that the node replaces
 
 

@@ -50,8 +50,7 @@ from dovetail.protocol.messages import (
 log = logging.getLogger("dovetail.serve")
 
 DRAIN_S = 4.0
-"""Beyond the grace of a process for its requests; the HTTP API uses two seconds of it to answer
-waiting clients."""
+"""Added to a process's grace for requests; the HTTP API answers waiting clients in 2 s of it."""
 ASK_EVERY_S = 1.0  # seconds between two polls of the coordinator once all workers are registered
 LEAST_S = 2.0  # the least time without progress that counts as stuck; parts report every second
 CONNECT_S = 0.5

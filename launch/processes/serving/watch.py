@@ -29,15 +29,13 @@ from dovetail.launch.processes.serving.site import (
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 LONGEST_SPARED_PAUSE_S = 300.0
-"""The longest pause of a part that serving does not need at present: loading it takes time and
-memory from the others."""
+"""Longest pause of a part that serving can do without: loading it slows the others."""
 HEALTHY_S = 60.0
 MOST_RESTARTS = 5  # the most restarts of one part within `WITHIN_S`
 WITHIN_S = 300.0
 MOST_DOUBLINGS = 32
 BUSY = 6.0
-"""Multiple of the patience, in CPU time, for a silent part that computes; and, in wall time, for
-one that is not ready yet and does not."""
+"""Multiple of the patience: CPU time of a silent part that computes, wall time of a new one."""
 STANDSTILL_S = 2.0  # the longest time between two polls, normally much less
 
 
@@ -57,8 +55,7 @@ class _State:
     been_ready: bool = False  # true if the root has been ready since it was started last
     ready_s: float | None = None  # since when it has been ready
     heard_s: float | None = None
-    """Time at which it was last known to run; of the root, at which it last answered. None if not
-    since its start, or while it is being replaced."""
+    """Time of its last sign of life; the root: of its last answer. None before the first."""
     worked_s: float = -math.inf  # when it was last seen to compute
     cpu_s: float = 0.0  # CPU time that it has used; `heard_cpu_s`: at its last report
     heard_cpu_s: float = 0.0
@@ -67,8 +64,7 @@ class _State:
     why: str = ""  # why it was lost, or is about to be ended
     stuck: bool = False  # true if it is about to be ended because it is stuck
     beside: bool = False
-    """True if another worker was serving with it when it was lost, and so is not its
-    replacement."""
+    """True if another worker served with it when it was lost, and so is no replacement."""
     losses: int = 0  # losses since it was last healthy
     drained: bool = False  # true from when an operator drains the part until its process ends
     ends: deque[float] = field(default_factory=deque)
