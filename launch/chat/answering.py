@@ -1,21 +1,79 @@
 """Replies of a coordinator, piece by piece, each with whether the draft proposed it; `web.py` does
 the same over HTTP."""
 
+import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
+import click
 from pydantic import ValidationError
 
 from dovetail.launch.chat.conversation import Answer, Manner, Paint
-from dovetail.launch.chat.templates import Templated, templated
+from dovetail.launch.console.options import rare
 from dovetail.launch.processes.connection import Connection
-from dovetail.protocol.errors import RequestError
+from dovetail.protocol.errors import RequestError, UserError
 from dovetail.protocol.messages import Described, Emitted, Failed, Finished
-from dovetail.runtime.text.tokenizer import NO_TEMPLATE, TextCodec, codec_of, why_no_chats
+from dovetail.protocol.settings import template_values
+from dovetail.runtime.client import Client
+from dovetail.runtime.text.tokenizer import (
+    NO_TEMPLATE,
+    TextCodec,
+    against_values,
+    codec_of,
+    why_no_chats,
+)
+
+FLAG = "--chat-template-kwargs"
+
+
+def _read(_context: click.Context, _option: click.Parameter, text: str) -> Mapping[str, Any]:
+    try:
+        return template_values(text)
+    except ValueError as error:
+        raise UserError(f"{FLAG} {text!r}: {error}") from None
+
+
+template_option = rare(
+    FLAG,
+    "template",
+    metavar="JSON",
+    default="",
+    callback=_read,
+    help="Values for the target's chat template, such as '{\"enable_thinking\": false}'.",
+    show_default=False,
+)
+
+
+class Templated:
+    """Makes tokens of conversations by the template of a coordinator's target."""
+
+    def __init__(self, client: Client, values: Mapping[str, Any]) -> None:
+        """`UserError` for values that this template cannot be given."""
+        described = client.describe()
+        self._digest, self._values = described.vocabulary.digest, values
+        if why_not := against_values(values, described.vocabulary.template):
+            raise UserError(f"{FLAG} {json.dumps(values, ensure_ascii=False)}: {why_not}")
+        self._codec = codec_of(described)
+
+    def submitted(self, turns: Sequence[str]) -> dict[str, Any]:
+        """Return what `Client.submit` is given for these turns, user first; `UserError` where the
+        template fails on them."""
+        said = [(("user", "assistant")[place % 2], turn) for place, turn in enumerate(turns)]
+        try:
+            tokens = self._codec.encode_messages(said, values=self._values)
+        except RequestError as error:
+            raise UserError(str(error)) from None
+        return {"tokens": tokens, "vocabulary": self._digest}
+
+
+def templated(client: Client, values: Mapping[str, Any]) -> Templated | None:
+    """Return what makes tokens of turns where there are values; None: the coordinator does."""
+    return Templated(client, values) if values else None
+
 
 CANCEL_GRACE_S = 2.0
 LOOK_EVERY_S = 0.05

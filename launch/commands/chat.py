@@ -13,9 +13,8 @@ from typing import Any
 
 import click
 
-from dovetail.launch.chat.answering import Answerer, CoordinatorAnswerer
+from dovetail.launch.chat.answering import Answerer, CoordinatorAnswerer, template_option
 from dovetail.launch.chat.conversation import COMMANDS, Command, Conversation, Manner, parse
-from dovetail.launch.chat.templates import template_option
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import connect_option, json_option

@@ -15,7 +15,7 @@ from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.processes.preflight import check_model
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.training.progress import show_progress
+from dovetail.launch.training.run import show_progress
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:

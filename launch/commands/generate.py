@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from dovetail.launch.chat.templates import FLAG, template_option
+from dovetail.launch.chat.answering import FLAG, template_option
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import FILE, SEED, connect_option, json_option, rare
 from dovetail.launch.console.terminal import failure_told, note

@@ -12,7 +12,7 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option, option, rare
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.training.heads import head_commands
-from dovetail.launch.training.progress import show_progress, tell
+from dovetail.launch.training.run import show_progress, tell
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:

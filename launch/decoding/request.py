@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dovetail.launch.chat.answering import PLAIN
-from dovetail.launch.chat.templates import Templated, templated
+from dovetail.launch.chat.answering import PLAIN, Templated, templated
 from dovetail.launch.console.network_notice import leaves_the_machine, of_request
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.prompts import is_unicode

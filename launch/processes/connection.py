@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.extras import extra, installed
 from dovetail.launch.files.directory import announcements, only_announcement
-from dovetail.launch.processes.child_output import Ear
 from dovetail.launch.processes.preflight import check_target
+from dovetail.launch.processes.serving.site import Ear
 from dovetail.launch.processes.stack import Stack, begin_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
@@ -37,7 +37,7 @@ from dovetail.protocol.messages import (
     RoundRecord,
     WorkerState,
 )
-from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
+from dovetail.protocol.settings import DraftSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.telemetry.picture import folder_name
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf
@@ -65,27 +65,14 @@ class Connection:
         self,
         turns: Sequence[str],
         *,
-        sampling: Sampling,
-        tree: TreeSettings,
-        max_tokens: int,
-        seed: int | None = None,
-        speculate: bool = True,
-        ahead: bool | None = None,
         record: Callable[[RoundRecord], None] | None = None,
         glance: Callable[[], None] | None = None,
+        **wishes: Any,
     ) -> Finished:
-        """Decode one request; `record` is called with every round, `glance` at least every
-        `GLANCE_S`. `failure` raises errors, also the loss of one of our processes."""
-        request = self.client.submit(
-            turns=turns,
-            sampling=sampling,
-            tree=tree,
-            max_tokens=max_tokens,
-            seed=seed,
-            speculate=speculate,
-            ahead=ahead,
-            record=record is not None,
-        )
+        """Decode one request with these further arguments of `Client.submit`; `record` is called
+        with every round, `glance` at least every `GLANCE_S`. Errors are those of `failure`, also
+        for the loss of one of our processes."""
+        request = self.client.submit(turns=turns, record=record is not None, **wishes)
         while True:
             reply = self.client.receive(None if glance is None else GLANCE_S)
             if glance is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dovetail.launch.console.terminal import QUANTISED, Intervals, loading_text, note
 from dovetail.launch.machine.cores import CoreLayout
@@ -64,17 +64,10 @@ class Stack:
         return [child.failure() for child in (self.coordinator, *self.workers) if child.ended]
 
 
-def start_stack(
-    supervisor: Supervisor,
-    configuration: Configuration,
-    *,
-    layout: CoreLayout | None = None,
-    prefix: str = "",
-    anew: bool = False,
-) -> Stack:
-    """Start the processes of these settings, without waiting; they are not restarted, and keep no
-    journal unless the settings ask. `anew`: without a prefix cache, for measurements."""
-    return begin_stack(supervisor, configuration, layout=layout, prefix=prefix, anew=anew)()
+def start_stack(supervisor: Supervisor, configuration: Configuration, **how: Any) -> Stack:
+    """Start the processes of these settings as `begin_stack` does, without waiting until they are
+    ready."""
+    return begin_stack(supervisor, configuration, **how)()
 
 
 def begin_stack(
@@ -85,8 +78,9 @@ def begin_stack(
     prefix: str = "",
     anew: bool = False,
 ) -> Callable[[], Stack]:
-    """Begin to start what `start_stack` starts; return a function that waits for it. A process
-    without threads, such as a spinner's, can fork, which is faster."""
+    """Begin to start the processes of these settings; return a function that waits for the start.
+    They are not restarted, and keep no journal unless the settings ask. `anew`: without a prefix
+    cache, for measurements. A process without a spinner's threads can fork, which is faster."""
     check_stack(configuration)
     layout = layout or layout_of(configuration.settings)
     alone = ("coordinator.recovery_s", "0"), ("coordinator.journal", "off")

@@ -12,8 +12,7 @@ import click
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option, option, rare
 from dovetail.launch.files.outputs import OUT_FOLDER
-from dovetail.launch.training.progress import tell
-from dovetail.launch.training.run import Wish, train_head
+from dovetail.launch.training.run import Wish, tell, train_head
 from dovetail.protocol.settings import HEAD_KINDS
 from dovetail.workers.training.recipes import TRAINED, Option, TrainedKind
 

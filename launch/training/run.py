@@ -1,15 +1,18 @@
 """The training of a draft head: features, shape, plan, and the folder that comes of it."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import click
+
 from dovetail.launch.files.charts import Curve, check_charts, draw
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.training.progress import show_progress
 from dovetail.protocol.errors import UserError
 from dovetail.workers.training.recipes import TRAINED, recipe_of
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
     from dovetail.workers.training.plan import Plan
     from dovetail.workers.training.process_group import ProcessGroup
+    from dovetail.workers.training.run import Progress
     from dovetail.workers.training.target_parts import TargetParts
     from dovetail.workers.training.trainer import Trained
     from dovetail.workers.training.workplace import Workplace
@@ -257,7 +261,7 @@ def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
         digest=features.origin.digest,
         and_head="" if trained.head.own_output else " and output head",
         parameters=trained.outcome.parameters,
-        shape=_shape(trained),
+        shape=_shape_in_words(trained),
         data_tokens=features.tokens,
         sequences=features.count,
         held=trained.tokens_held,
@@ -287,7 +291,7 @@ def public_name(target: str) -> str:
     return target
 
 
-def _shape(trained: "Trained") -> str:
+def _shape_in_words(trained: "Trained") -> str:
     shape = trained.head.shape
     parts = [
         f"hidden {shape.hidden}",
@@ -360,3 +364,58 @@ def curves(trained: "Trained") -> Mapping[str, str]:
             [Curve("tau", [(c.steps, c.length) for c in checks]), *shares],
         ),
     }
+
+
+PLAIN_LINE_EVERY_S = 15.0
+
+
+def tell(result: Mapping[str, Any], line: str, *, as_json: bool) -> None:
+    click.echo(json.dumps(result) if as_json else line)
+
+
+@contextlib.contextmanager
+def show_progress() -> "Iterator[Callable[[Progress], None]]":
+    """A bar on a terminal; elsewhere a plain line now and then."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain_lines()
+        return
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=console) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(at: "Progress") -> None:
+            if at.stage not in tasks:
+                tasks[at.stage] = bars.add_task(at.stage, total=1.0, note="")
+            bars.update(tasks[at.stage], completed=at.done, note=_note(at))
+
+        yield show
+
+
+def _plain_lines() -> "Callable[[Progress], None]":
+    last = -PLAIN_LINE_EVERY_S
+
+    def show(at: "Progress") -> None:
+        nonlocal last
+        if at.done >= 1 or time.monotonic() - last >= PLAIN_LINE_EVERY_S:
+            last = time.monotonic()
+            click.echo(f"{at.stage} {at.done:.0%}: {_note(at)}", err=True)
+
+    return show
+
+
+def _note(at: "Progress") -> str:
+    loss = "" if at.loss != at.loss else f", loss {at.loss:.3f}"
+    speed = f", {at.tokens / at.spent_s:,.0f}/s" if at.spent_s else ""
+    return f"{at.tokens:,} tokens{speed}{loss}{', ' if at.note else ''}{at.note}"

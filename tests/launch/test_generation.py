@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.chat.answering import PLAIN, CoordinatorAnswerer
-from dovetail.launch.chat.templates import Templated, templated
+from dovetail.launch.chat.answering import PLAIN, CoordinatorAnswerer, Templated, templated
 from dovetail.launch.decoding.request import Wish
 from dovetail.launch.processes.connection import connected, connected_by_target
 from dovetail.launch.settings.configure import Configuration, configure

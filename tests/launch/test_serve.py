@@ -20,8 +20,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dovetail.launch.chat.answering import PLAIN
-from dovetail.launch.processes.child_output import LOG_BYTES, Ear, registered
 from dovetail.launch.processes.preflight import check_coordinator, check_port
+from dovetail.launch.processes.serving.site import LOG_BYTES, Ear, registered
 from dovetail.launch.processes.serving.watch import MOST_RESTARTS
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.embedded import DEMO_FOLDER

@@ -7,9 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dovetail.launch.processes.child_output import Ear, ending_of
 from dovetail.launch.processes.serving.service import DRAIN_S, Service
-from dovetail.launch.processes.serving.site import GiveUp, Leave, Part, SiteLost, Start, Tell
+from dovetail.launch.processes.serving.site import (
+    Ear,
+    GiveUp,
+    Leave,
+    Part,
+    SiteLost,
+    Start,
+    Tell,
+    ending_of,
+)
 from dovetail.launch.processes.serving.watch import Action, Watch
 from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
 from dovetail.launch.processes.supervise import GRACE_S, Child, Supervisor

@@ -9,9 +9,16 @@ from pathlib import Path
 
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes.child_output import Ear, ending_of, let_speak_and_kill
 from dovetail.launch.processes.preflight import text_here
-from dovetail.launch.processes.serving.site import COORDINATOR, HTTP, Ending, Running
+from dovetail.launch.processes.serving.site import (
+    COORDINATOR,
+    HTTP,
+    Ear,
+    Ending,
+    Running,
+    ending_of,
+    let_speak_and_kill,
+)
 from dovetail.launch.processes.stack import (
     Played,
     begin_workers,

@@ -15,7 +15,6 @@ from typing import NoReturn
 
 from dovetail.launch.console.terminal import Intervals, loading_text
 from dovetail.launch.files.directory import announced
-from dovetail.launch.processes.child_output import registered
 from dovetail.launch.processes.serving.site import (
     COORDINATOR,
     HTTP,
@@ -28,6 +27,7 @@ from dovetail.launch.processes.serving.site import (
     Start,
     Stop,
     Tell,
+    registered,
 )
 from dovetail.launch.processes.serving.watch import Action, Watch
 from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
