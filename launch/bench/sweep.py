@@ -18,15 +18,8 @@ from dovetail.protocol.settings import MAX_GAMMA, Settings
 VALUES = {"gamma": "1,2,4,6,8,12,16,24,32,48,63", "depth": "1,2,3,4,6,8,12,16,24,32,48"}
 """Swept setting -> default values: gamma to the last tree of 64 rows, depth to SubSpec's."""
 TAKEN = (
-    "tau",
-    "tokens_per_s",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    "hit_rate",
-    "calls",
-    "verified_tokens",
-    "draft_failures",
+    *("tau", "tokens_per_s", "speedup", "speedup_low", "speedup_high", "hit_rate"),
+    *("calls", "verified_tokens", "draft_failures"),
 )
 """Fields of a row that a point has."""
 
@@ -136,20 +129,8 @@ def swept(
 
 
 def show_sweep(sweep: Sweep, points: Sequence[Mapping[str, Any]]) -> None:
-    headings = (
-        "method",
-        "prompts",
-        "T",
-        sweep.name,
-        "T_V ms",
-        "T_V/T_T",
-        "rows",
-        "draft ms",
-        "tau",
-        "tokens/s",
-        "speed-up",
-        "hit",
-    )
+    costs = ("T_V ms", "T_V/T_T", "rows", "draft ms", "tau", "tokens/s", "speed-up", "hit")
+    headings = ("method", "prompts", "T", sweep.name, *costs)
     print_table(headings, [_line(told) for told in points], keys=4, whole=True)
 
 

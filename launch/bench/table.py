@@ -98,14 +98,8 @@ def _line(
         differing.count(where),
         number(told["predicted_tokens_per_s"], 1),
     )
-    return (
-        *where,
-        *rates,
-        *costs,
-        share(told["hit_rate"]),
-        share(told["plain_share"]),
-        round(told["peak_rss_mb"]),
-    )
+    hits = (share(told["hit_rate"]), share(told["plain_share"]))
+    return (*where, *rates, *costs, *hits, round(told["peak_rss_mb"]))
 
 
 def interval(told: Mapping[str, Any]) -> str:

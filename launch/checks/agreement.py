@@ -259,10 +259,5 @@ def measure_card(
 
 
 def card_cells(line: "Line") -> tuple[str, ...]:
-    return (
-        line.weights,
-        f"{line.size_bytes / 1e6:.1f}",
-        f"{line.error:.1e}",
-        f"{line.divergence:.1e}",
-        f"{line.same:.1%}",
-    )
+    differences = (f"{line.error:.1e}", f"{line.divergence:.1e}", f"{line.same:.1%}")
+    return (line.weights, f"{line.size_bytes / 1e6:.1f}", *differences)

@@ -372,17 +372,8 @@ def print_stats(results: list[Result | None]) -> None:
     if not shown:
         note("there is no reply yet")
         return
-    figures = (
-        "reply",
-        "tokens",
-        "tokens/s",
-        "tau",
-        "accepted %",
-        "hit %",
-        "first ms",
-        "prompt",
-        "reused",
-    )
+    rates = ("tokens/s", "tau", "accepted %", "hit %", "first ms")
+    figures = ("reply", "tokens", *rates, "prompt", "reused")
     print_table(figures, [(number, *_figures(result)) for number, result in shown])
     times = ("reply", "seconds", "prefill %", "draft %", "verify %", "transport %", "queue %")
     print_table(times, [(number, *_times(result)) for number, result in shown])
@@ -390,24 +381,14 @@ def print_stats(results: list[Result | None]) -> None:
 
 def _figures(result: Result) -> tuple[object, ...]:
     tau = None if result.tau is None else round(result.tau, 2)
-    rates = (
-        _rounded(result.tokens_per_s),
-        tau,
-        _percent(result.acceptance_rate),
-        _percent(result.hit_rate),
-        round(1e3 * result.time_to_first_token_s),
-    )
-    return (result.completion_tokens, *rates, result.prompt_tokens, result.reused_tokens)
+    shares = (_percent(result.acceptance_rate), _percent(result.hit_rate))
+    first = (round(1e3 * result.time_to_first_token_s), result.prompt_tokens, result.reused_tokens)
+    return (result.completion_tokens, _rounded(result.tokens_per_s), tau, *shares, *first)
 
 
 def _times(result: Result) -> tuple[object, ...]:
-    accounts = (
-        result.prefill_s,
-        result.draft_exposed_s,
-        result.verify_s,
-        result.transport_s,
-        result.queue_s,
-    )
+    ours = (result.prefill_s, result.draft_exposed_s, result.verify_s)
+    accounts = (*ours, result.transport_s, result.queue_s)
     shares = (_percent(seconds / result.wall_s) if result.wall_s else None for seconds in accounts)
     return (_rounded(result.wall_s), *shares)
 

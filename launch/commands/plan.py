@@ -308,12 +308,5 @@ def _weights(result: dict[str, Any]) -> str:
 def _line(one: Alternative, device: str) -> tuple[object, ...]:
     option = one.option
     vram = option.device_bytes / 1e9 if option.computed or option.device_bytes else 0.0
-    return (
-        one.name,
-        placement(one, device),
-        figure(one.tokens_per_s),
-        option.tau,
-        tree_of(one),
-        vram,
-        option.host_bytes / 1e9,
-    )
+    rates = (figure(one.tokens_per_s), option.tau, tree_of(one))
+    return (one.name, placement(one, device), *rates, vram, option.host_bytes / 1e9)

@@ -195,10 +195,14 @@ def _clear(folders: list[Path]) -> None:
 def _write(out: Path, found: dict[str, Any], watch: Watch) -> None:
     found["files"] = [RESULT, FIGURE, TRACE]
     for name, text in ((FIGURE, draw(found)), (RESULT, json.dumps(found) + "\n")):
-        with writing(out / name, "the profile"):
-            (out / name).write_text(text, encoding="utf-8")
+        _write_text(out / name, text)
     clocks = {worker.name: worker.clock_bound_ns for worker in watch.workers}
     write_trace(out / TRACE, watch.spans, clocks)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with writing(path, "the profile"):
+        path.write_text(text, encoding="utf-8")
 
 
 def show(found: Mapping[str, Any]) -> None:

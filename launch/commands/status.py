@@ -111,17 +111,8 @@ def _journal(journal: JournalState) -> str:
 def _show_pairs(pairs: Sequence[PairState]) -> None:
     if not pairs:
         return
-    headings = (
-        "draft",
-        "target",
-        "drafting",
-        "rounds",
-        "hit",
-        "gamma",
-        "tokens/s",
-        "alone",
-        "predicted",
-    )
+    rates = ("tokens/s", "alone", "predicted")
+    headings = ("draft", "target", "drafting", "rounds", "hit", "gamma", *rates)
     print_table(headings, [_pair(pair) for pair in pairs])
     for pair in pairs:
         if pair.hops_us is not None:
@@ -136,15 +127,8 @@ def _show_pairs(pairs: Sequence[PairState]) -> None:
 def _pair(pair: PairState) -> tuple[object, ...]:
     hits = None if pair.hit_rate is None else f"{pair.hit_rate:.0%}"
     rates = (pair.tokens_per_s, pair.alone_tokens_per_s, pair.predicted_tokens_per_s)
-    return (
-        pair.draft,
-        pair.target,
-        "on" if pair.speculating else "off",
-        pair.rounds,
-        hits,
-        pair.gamma,
-        *rates,
-    )
+    drafting = "on" if pair.speculating else "off"
+    return (pair.draft, pair.target, drafting, pair.rounds, hits, pair.gamma, *rates)
 
 
 def _curve(curve: RowsSeconds) -> str:
@@ -156,28 +140,17 @@ def _curve(curve: RowsSeconds) -> str:
 
 def _row(worker: WorkerState) -> tuple[object, ...]:
     load = (f"{worker.busy_share:.0%}", worker.sessions, round(worker.rss_mb))
-    return (
-        worker.name + _standing(worker),
-        "+".join(worker.roles),
-        shorten_model(worker.model),
-        worker.weights or None,
-        *load,
-        worker.pid,
-    )
+    model = (shorten_model(worker.model), worker.weights or None)
+    return (worker.name + _standing(worker), "+".join(worker.roles), *model, *load, worker.pid)
 
 
 def _link(worker: WorkerState) -> tuple[object, ...]:
     """The fastest recent round trip; under load it includes what the worker computed before it
     answered."""
-    return (
-        worker.name,
-        worker.host,
-        f"{worker.device}, {counted(worker.threads, 'thread')}",
-        worker.kernels.partition(":")[0] or None,
-        _whole(worker.round_trip_us),
-        _clock(worker),
-        _whole(worker.bytes_per_round),
-    )
+    device = f"{worker.device}, {counted(worker.threads, 'thread')}"
+    kernels = worker.kernels.partition(":")[0] or None
+    link = (_whole(worker.round_trip_us), _clock(worker), _whole(worker.bytes_per_round))
+    return (worker.name, worker.host, device, kernels, *link)
 
 
 def _process(process: ProcessState) -> tuple[object, ...]:

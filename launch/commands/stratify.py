@@ -277,31 +277,10 @@ def _show(strata: "Strata", tree: TreeSettings) -> None:
         zip(strata.bins, (*strata.thresholds, None), strict=True)
     ):
         nodes, levels = adapted.size_in(number)
-        rows.append(
-            (
-                number,
-                upper,
-                found.rounds,
-                found.full_share,
-                found.fitted_rank,
-                found.mean_rank,
-                nodes,
-                levels,
-            )
-        )
-    print_table(
-        (
-            "bin",
-            "entropy up to, nats",
-            "rounds",
-            "fully accepted",
-            "rank as fitted",
-            "mean rank",
-            "nodes",
-            "levels",
-        ),
-        rows,
-    )
+        ranks = (found.rounds, found.full_share, found.fitted_rank, found.mean_rank)
+        rows.append((number, upper, *ranks, nodes, levels))
+    ranks_of = ("rounds", "fully accepted", "rank as fitted", "mean rank")
+    print_table(("bin", "entropy up to, nats", *ranks_of, "nodes", "levels"), rows)
 
 
 def chart(rounds: "Sequence[Round]", strata: "Strata", nodes: int) -> str:

@@ -213,14 +213,9 @@ def _start_here(
     sessions, or may have. `place`: the flags that bind it; None: use the settings."""
     layout = layout_of(configuration.settings) if place is None else None
     flags = worker_arguments(configuration, role, address, layout)
-    arguments = [
-        *(flag for flag in flags if not flag.startswith("--name=")),
-        *(place or ()),
-        *([f"--keys={keys}"] if keys else []),
-        f"--name={name}",
-        "--standby",
-        "--own-log",
-    ]
+    kept = [flag for flag in flags if not flag.startswith("--name=")]
+    own = [*(place or ()), *([f"--keys={keys}"] if keys else [])]
+    arguments = [*kept, *own, f"--name={name}", "--standby", "--own-log"]
     with Newcomer(arguments, name) as process:
         child = process.start()
         try:

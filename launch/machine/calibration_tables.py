@@ -56,17 +56,8 @@ def show_found(found: dict[str, Any]) -> None:
         )
     others = [length for length in found["t_v_by_context"] if int(length) != found["context"]]
     rows = [_pass(found, str(m), others) for m in TABLE_ROWS]
-    print_table(
-        (
-            "M",
-            f"T_V ms, cache {found['context']}",
-            "limit ms",
-            "achieved",
-            "T_V(M)/T_V(1)",
-            *(f"ms, cache {length}" for length in others),
-        ),
-        rows,
-    )
+    own = ("M", f"T_V ms, cache {found['context']}", "limit ms", "achieved", "T_V(M)/T_V(1)")
+    print_table((*own, *(f"ms, cache {length}" for length in others)), rows)
     if (experts := found["experts"]) is not None:
         click.echo(_experts(experts))
     if len(found["t_v_measured"]) < len(found["t_v"]):
@@ -75,13 +66,8 @@ def show_found(found: dict[str, Any]) -> None:
             "interpolated linearly (--json has all of it)"
         )
     if linears := backends.get("linears"):
-        headings = (
-            "linear",
-            "up to rows",
-            "chosen",
-            "seconds of a product of each candidate",
-            "not used",
-        )
+        seconds = "seconds of a product of each candidate"
+        headings = ("linear", "up to rows", "chosen", seconds, "not used")
         print_table(headings, [_linear(choice) for choice in linears])
     _show_parts(found)
 
@@ -113,14 +99,8 @@ def _show_parts(found: dict[str, Any]) -> None:
 def _pass(found: dict[str, Any], m: str, others: Sequence[str]) -> tuple[object, ...]:
     taken, share = found["t_v"][m], f"{found['achieved'][m]:.0%}"
     elsewhere = (_ms(found["t_v_by_context"][length][m]) for length in others)
-    return (
-        int(m),
-        _ms(taken),
-        _ms(found["t_v_limit"][m]),
-        share,
-        taken / found["t_v"]["1"],
-        *elsewhere,
-    )
+    limit = _ms(found["t_v_limit"][m])
+    return (int(m), _ms(taken), limit, share, taken / found["t_v"]["1"], *elsewhere)
 
 
 def _experts(experts: Mapping[str, Any]) -> str:
@@ -149,13 +129,8 @@ def _parts(parts: dict[str, Any]) -> str:
 def _linear(choice: dict[str, Any]) -> tuple[object, ...]:
     rows = choice["rows"] if choice["rows"] < 1 << 20 else "any"
     times = ", ".join(f"{name} {taken:.2e}" for name, taken in choice["seconds"].items())
-    return (
-        f"{choice['n']} x {choice['k']}",
-        rows,
-        choice["chosen"],
-        times,
-        "; ".join(f"{name}: {why}" for name, why in choice["refused"].items()),
-    )
+    refused = "; ".join(f"{name}: {why}" for name, why in choice["refused"].items())
+    return (f"{choice['n']} x {choice['k']}", rows, choice["chosen"], times, refused)
 
 
 def _threads(found: dict[str, Any]) -> str:

@@ -160,21 +160,8 @@ def _gpu(facts: Facts, index: int, gpu: Gpu) -> Iterator[Check]:
 
 
 INSTRUCTIONS = (
-    "sse4_1",
-    "avx",
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512_vnni",
-    "avx_vnni",
-    "avx512_bf16",
-    "amx_tile",
-    "asimd",
-    "asimddp",
-    "i8mm",
-    "bf16",
+    *("sse4_1", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni"),
+    *("avx512_bf16", "amx_tile", "asimd", "asimddp", "i8mm", "bf16"),
 )
 """Flags of /proc/cpuinfo that matter here, on x86-64 and aarch64."""
 PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -423,17 +410,6 @@ def _caches(facts: Facts) -> Iterator[Check]:
 
 
 CHECKS: Sequence[Callable[[Facts], Iterable[Check]]] = (
-    _processor,
-    _kernels,
-    _torch,
-    examine_gpus,
-    _cores,
-    _memory_nodes,
-    _huge_pages,
-    _others,
-    _memory,
-    _limits,
-    _environment,
-    _profile,
-    _caches,
+    *(_processor, _kernels, _torch, examine_gpus, _cores, _memory_nodes, _huge_pages, _others),
+    *(_memory, _limits, _environment, _profile, _caches),
 )

@@ -241,16 +241,8 @@ def worker_arguments(
     patience = [
         f"--coordinator.{name}={getattr(coordinator, name)}" for name in ("stuck_s", "answer_s")
     ]
-    return [
-        "worker",
-        f"--role={role}",
-        f"--connect={address}",
-        f"--name={role}",
-        *where,
-        *own,
-        *reads,
-        *patience,
-    ]
+    command = ["worker", f"--role={role}", f"--connect={address}", f"--name={role}"]
+    return [*command, *where, *own, *reads, *patience]
 
 
 def _place_arguments(role: Role | Played, layout: CoreLayout) -> list[str]:

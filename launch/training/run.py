@@ -293,13 +293,10 @@ def public_name(target: str) -> str:
 
 def _shape_in_words(trained: "Trained") -> str:
     shape = trained.head.shape
-    parts = [
-        f"hidden {shape.hidden}",
-        f"MLP {shape.intermediate}",
-        f"{shape.heads} heads, {shape.kv_heads} of keys and values",
-        f"{shape.blocks} block(s)",
-    ]
-    return "; ".join([*parts, *recipe_of(shape.kind).shape_words(shape)])
+    heads = f"{shape.heads} heads, {shape.kv_heads} of keys and values"
+    sizes = (f"hidden {shape.hidden}", f"MLP {shape.intermediate}", heads)
+    words = recipe_of(shape.kind).shape_words(shape)
+    return "; ".join([*sizes, f"{shape.blocks} block(s)", *words])
 
 
 def _losses(trained: "Trained") -> str:
@@ -385,13 +382,8 @@ def show_progress() -> "Iterator[Callable[[Progress], None]]":
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-    )
+    doing, held = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+    columns = (doing, BarColumn(), TaskProgressColumn(), held, TimeRemainingColumn())
     with Bars(*columns, console=console) as bars:
         tasks: dict[str, Any] = {}
 

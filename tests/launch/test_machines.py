@@ -152,7 +152,7 @@ def test_a_place_that_makes_no_sense_is_refused_before_anything_is_loaded(run: R
         (("--cores", CORES[0], "--memory-nodes", "x"), "is not a list of nodes"),
         (("--target.numa", "63"), "there is no node 63"),
         (("--cores", f"{CORES[0]}/{CORES[0]}"), "in two shards"),
-        *([(("--target.numa", "shard"), "spreads a target")] if ONE_NODE else []),
+        *([(("--target.numa", "shard"), "needs several memory nodes")] if ONE_NODE else []),
     ):
         refused = run(*target, *arguments)
         assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)

@@ -71,13 +71,9 @@ class _State:
     """Times within the last `WITHIN_S` at which it ended."""
 
     def stop(self, due_s: float) -> None:
-        self.running, self.stuck, self.ready_s, self.heard_s, self.due_s = (
-            False,
-            False,
-            None,
-            None,
-            due_s,
-        )
+        self.running = self.stuck = False
+        self.ready_s = self.heard_s = None
+        self.due_s = due_s
         self.cpu_s = self.heard_cpu_s = 0.0
 
     def hear(self, now_s: float) -> None:
