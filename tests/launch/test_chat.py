@@ -165,9 +165,6 @@ def test_the_figures_of_replies_fit_eighty_columns(capsys: pytest.CaptureFixture
     assert rows[-11] == ["12", "123456", "12346", "5.67", "100", "99", "123457", "123456", "123456"]
 
 
-# -- in front of it, without a terminal ------------------------------------------------------------
-
-
 class Scripted:
     """Answers each question with the next of these replies, or raises it; keeps what it was
     asked."""
@@ -306,9 +303,6 @@ def test_a_mistake_is_not_asked_again(talk: Callable[..., tuple[str, str]]) -> N
     assert somebody.asked == [("Hello.",), ("Hello.", "Hi", "A long one."), ("Hello.",)]
 
 
-# -- in a terminal ---------------------------------------------------------------------------------
-
-
 class Terminal:
     """A person in front of `dovetail chat`."""
 
@@ -420,9 +414,6 @@ def test_ctrl_c_interrupts_a_reply_and_keeps_what_was_said(
     while (state := client.status()).sessions:
         os.sched_yield()
     assert state.cancelled == cancelled + 1
-
-
-# -- over HTTP -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

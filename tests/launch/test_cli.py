@@ -349,9 +349,6 @@ def test_a_reader_that_leaves_is_no_error(environment: dict[str, str]) -> None:
     assert done.stderr == b""
 
 
-# -- the coordinator by hand -----------------------------------------------------------------------
-
-
 def test_a_coordinator_runs_on_a_machine_without_torch(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -66,9 +66,6 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-# -- systemd ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
 def test_systemd_takes_the_units_and_finds_little_exposed(
     invoke: Run, tmp_path: Path, api_keys: Path, model: Path
@@ -265,9 +262,6 @@ def test_a_server_that_is_open_to_others_needs_a_key(invoke: Run) -> None:
     assert (said.returncode, "--http.api_key_file" in said.stderr) == (2, True)
 
 
-# -- compose ---------------------------------------------------------------------------------------
-
-
 def test_a_compose_file_is_of_the_specifications_shape(model: Path) -> None:
     text = compose_file(settings(target__model=str(model), draft__kind="ngram", http__port="8123"))
     content = yaml.safe_load(text)
@@ -311,9 +305,6 @@ def test_containers_that_would_not_listen_where_they_are_told_to_are_a_mistake(
     assert "--coordinator.listen=tcp://0.0.0.0:5555" in kubernetes_manifest(settings(**there))
 
 
-# -- Kubernetes ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("draft", "leader", "follower"),
     [
@@ -351,9 +342,6 @@ def test_a_manifest_is_a_group_of_a_leader_and_a_worker(
         assert server[probe]["timeoutSeconds"] == 5
         assert server[probe]["failureThreshold"] >= 3
     deployed.check_built(text, tmp_path)
-
-
-# -- the image -------------------------------------------------------------------------------------
 
 
 def test_the_image_has_two_stages_and_runs_as_nobody_in_particular() -> None:

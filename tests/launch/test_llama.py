@@ -43,9 +43,6 @@ def base(**settings: Any) -> Configuration:
     )
 
 
-# -- what it may be asked for ----------------------------------------------------------------------
-
-
 def test_its_options_and_our_settings_are_appended_to_its_name() -> None:
     method = read_method(
         base(), "llama.cpp,threads=2,draft=lookup,lookup=4,target.weights=half,cache=f32"
@@ -111,9 +108,6 @@ def test_its_differences_are_told_with_their_margin_and_are_no_fault_of_ours() -
         (each["method"], each["position"], each["margin"], each["near_tie"], each["exact"])
         for each in told
     ] == [("llama.cpp", 7, 0.02, False, False), ("assisted", 7, 0.02, False, True)]
-
-
-# -- where it is installed -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

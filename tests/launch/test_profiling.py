@@ -57,9 +57,6 @@ ROUND = [
 ]
 
 
-# -- the time line ---------------------------------------------------------------------------------
-
-
 def test_a_device_is_busy_or_waits_for_whoever_works_and_it_adds_up_to_the_whole() -> None:
     uses = timeline.uses(ROUND, ACTORS, 0, 15 * MS)
     target, draft, coordinator = (uses[actor.name] for actor in ACTORS)
@@ -162,9 +159,6 @@ def test_offloading_wins_where_the_bus_carries_the_weights_faster_than_a_token_t
     slow, fast, none = (against_offloading(40.0, bus) for bus in (16.0, 64.0, None))
     assert (slow[:6], fast[:6]) == ("right:", "wrong:")
     assert "40.0 GB/s" in none
-
-
-# -- costs, acceptance and advice ------------------------------------------------------------------
 
 
 def chain(number: int, levels: int, accepted: int, *, hit: bool = False) -> RoundRecord:
@@ -285,9 +279,6 @@ def test_the_measured_wait_for_the_draft_outweighs_the_expected_one() -> None:
     assert rates.now == pytest.approx(now.tau / (0.026 + now.verify_s + now.beside_s), rel=0.01)
 
 
-# -- samplers --------------------------------------------------------------------------------------
-
-
 def test_what_is_not_there_says_why_and_is_never_zero(tmp_path: Path) -> None:
     samplers = Samplers(root=tmp_path)
     assert "AMD and Intel cards (sysfs)" in samplers.absent
@@ -349,9 +340,6 @@ def test_busy_shares_are_of_the_time_between_two_samples() -> None:
     one, two = sample(0, 10.0, 100.0), sample(10**9, 11.5, 102.0)
     assert busy_cores(one, two, [0]) == pytest.approx(0.75)
     assert busy_cores(one, two, [0, 1]) == pytest.approx(0.375)
-
-
-# -- all of it -------------------------------------------------------------------------------------
 
 
 def test_a_made_up_run_comes_to_figures_that_agree_with_each_other() -> None:
@@ -452,9 +440,6 @@ def test_workers_that_came_or_went_meanwhile_are_named_first() -> None:
     found = find(replace(made_up_run(), changes={"target-2": "came", "target": "went"}), None)
     assert "target-2 came, target went" in found["in_words"][0]
     assert found["other_programs"] is None
-
-
-# -- the figure ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nodes", [15, 0])

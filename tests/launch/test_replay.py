@@ -107,9 +107,6 @@ def rehearsed(recording: Recording, role: Role, player: Player) -> Outcome:
     return play(recording, parts_of(recording, role), role, player)
 
 
-# -- workers ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reads", [None, READS])
 @pytest.mark.parametrize(
     "options", [{}, {"logprobs": 2, "scored": True}, {"speculate": False}], ids=str
@@ -177,9 +174,6 @@ def test_a_draft_that_proposes_otherwise_is_told_what_was_committed_all_the_same
     assert outcome.proposals == sum(
         isinstance(exchange.command, Draft) for exchange in part.exchanges
     ), "it went on to the end"
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 def test_the_command_plays_a_recording_into_the_session_logic(invoke: Run) -> None:

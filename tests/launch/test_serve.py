@@ -386,9 +386,6 @@ def test_a_port_of_the_administrators_is_refused_with_those_that_are_free() -> N
     assert words.endswith("choose a port from 1024 on with --http.port")
 
 
-# -- who holds an address --------------------------------------------------------------------------
-
-
 def test_a_port_that_is_taken_is_told_with_who_has_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -416,9 +413,6 @@ def test_an_address_that_a_coordinator_has_is_told_with_its_pid(
         f"{listen} is held by your coordinator (pid {coordinator.pid}): stop it with "
         f"`kill {coordinator.pid}`" in done.stderr
     )
-
-
-# -- what processes say ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow

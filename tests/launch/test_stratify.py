@@ -54,9 +54,6 @@ def configured(**flags: str) -> tuple[float, ...] | str:
     return found.settings.tree.thresholds
 
 
-# -- where thresholds come from --------------------------------------------------------------------
-
-
 def test_a_file_becomes_numbers_and_its_name_goes_nowhere(tmp_path: Path) -> None:
     path = write(tmp_path / "t.toml")
     assert configured(tree__thresholds=str(path)) == (1.0, 2.5)
@@ -161,9 +158,6 @@ def test_a_missing_or_damaged_file_is_one_clear_line(
     assert "\n" not in str(raised.value)
 
 
-# -- what is learned from --------------------------------------------------------------------------
-
-
 def record(
     prefix: int, accepted: tuple[int, ...] = (0, 1), entropy: float | None = 1.5
 ) -> RoundRecord:
@@ -224,9 +218,6 @@ def test_the_plot_has_the_rounds_and_the_bins() -> None:
     picture = chart(rounds, Strata((5.95,), (Bin(60, 1.0, 1.0, 1.0), Bin(40, 10.0, 5.0, 0.5))), 15)
     assert picture.count('class="curve"') == 4
     assert "Accepted to the bottom" in picture
-
-
-# -- over real processes ---------------------------------------------------------------------------
 
 
 def stratified(run: Run, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -53,9 +53,6 @@ def test_a_target_takes_no_more_threads_than_the_cores_that_it_is_bound_to() -> 
         thread_count("target", TargetSettings(threads=2), Place((core,)))
 
 
-# -- a coordinator that goes, and one that comes ---------------------------------------------------
-
-
 @pytest.fixture
 def address(temporary: Path) -> str:
     (temporary / "private").mkdir(mode=0o700)
