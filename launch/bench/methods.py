@@ -94,8 +94,8 @@ def tree_of(policy: str) -> dict[str, object]:
 
 
 def read_method(base: Configuration, text: str) -> Method:
-    """The method that "HEAD,SETTING=VALUE,..." names, over the settings of the whole run; a policy
-    is that of their draft's tree."""
+    """Return the method "HEAD,SETTING=VALUE,..." based on the settings of the whole run; a policy
+    applies to their draft's tree."""
     head, *settings = text.split(",")
     origin = f"--method {text}"
     peer = peers().get(head) if head in NAMES else None

@@ -29,9 +29,9 @@ class Notifier:
         environment: MutableMapping[str, str] = os.environ,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the manager's variables out of the environment, so that no child takes them for its
-        own. `parts`: the loops of this process, each of which has to get on. `UserError` for a
-        socket of another family."""
+        """Remove the manager's variables from the environment, so that no child uses them. `parts`:
+        the loops of this process, all of which must make progress. `UserError` for a socket of
+        another family."""
         name = environment.pop("NOTIFY_SOCKET", "")
         most_us = int(environment.pop("WATCHDOG_USEC", "0"))
         if int(environment.pop("WATCHDOG_PID", os.getpid())) != os.getpid():

@@ -108,7 +108,7 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
 def _fault(line: str) -> str:
     """Return what is wrong with a line, without quoting it; empty for a key."""
     if line.startswith("#") or len(line.split()) > 1:
-        return "has more than a key"
+        return "has more than one key"
     if len(line) < SHORTEST_KEY:
         return f"has {len(line)} characters"
     return "" if line.isascii() else "has characters that are not ASCII"

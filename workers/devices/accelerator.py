@@ -99,7 +99,7 @@ def wrong_numbers(device: torch.device) -> str:
 
 
 def _sample(device: torch.device) -> dict[str, Tensor]:
-    """Compute the same small numbers on any device."""
+    """Run small computations, the same on every device."""
     generator = torch.Generator().manual_seed(1)
     x, weight, keys = (torch.randn(shape, generator=generator).to(device) for shape in SHAPES)
     memory, slots = keys.clone(), torch.tensor([5, 2, 7]).to(device)

@@ -111,7 +111,7 @@ def limit_memory(device: Device, size: int | None) -> None:
         return
     HELD.tell(
         f"{device.name}: torch cannot limit a process to {size / 1e9:.3g} GB there; memory.vram "
-        "holds only for what is counted"
+        "limits only what is counted"
     )
 
 

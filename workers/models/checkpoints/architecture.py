@@ -83,7 +83,7 @@ LONGEST_SHOWN = 60  # characters of a value that an error shows
 def why_no_folder(source: str) -> str:
     """Return why a file is not a model folder, and what to name instead."""
     if source.lower().endswith(".safetensors"):
-        return "is one file of a model; name the folder that it lies in"
+        return "is one file of a model; name its folder"
     return f"is a file; {MODEL_FILES}"
 
 

@@ -57,7 +57,7 @@ _MAMBA = ("in", "conv1d", "norm", "out")
 
 
 def _mamba(part: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """The names of Mamba-2: those of tensors with ends, and of those without."""
+    """The names of Mamba-2: of tensors with suffixes, and of those without."""
     names = ("in_proj", "conv1d", "norm", "out_proj")
     bare = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
     ended = {f"ssm_{own}": f"{part}.{name}" for own, name in zip(_MAMBA, names, strict=True)}
