@@ -40,7 +40,7 @@ from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.backends.stages import reader
 from dovetail.workers.models.backends.stages.cache import StagedCache, StagedPass
 from dovetail.workers.models.backends.stages.engines import KernelEngine, RoundedLayer, TorchEngine
-from dovetail.workers.models.backends.stages.reader import Reader
+from dovetail.workers.models.backends.stages.reader import PromptReader
 from dovetail.workers.models.backends.stages.stage import Stage
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.language_model import LanguageModel
@@ -553,7 +553,7 @@ def _prefill(bench: Bench) -> None:
     layers = [(plan, ready._blob) for plan, ready in bench.layers[:few]]
     bench.place(0)
     HELD.let_go()
-    streamed = Reader(bench.transfer, layers, torch.float32)
+    streamed = PromptReader(bench.transfer, layers, torch.float32)
     stage = Stage(0, 0, KernelEngine(), None)
     for plan, blob in layers:
         stage.take(plan, blob, streamed=False)

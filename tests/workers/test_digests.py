@@ -323,7 +323,7 @@ def test_who_holds_the_turn_for_too_long_is_not_waited_for(
     expected = open_weights(folder).digest
     (kept,) = cache.iterdir()
     kept.unlink()
-    with digests.Kept(cache).turn(kept.name, 0.0):
+    with digests.KeptDigests(cache).turn(kept.name, 0.0):
         assert open_weights(folder).digest == expected
 
 

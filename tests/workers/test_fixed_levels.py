@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
-from dovetail.workers.models.backends.device.fixed import Inputs, Packed, form_of
+from dovetail.workers.models.backends.device.fixed import Buffers, Inputs, form_of
 from dovetail.workers.models.segment import Paths, Segment
 
 HERE = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_what_is_sent_is_not_overwritten_before_it_has_been_copied(
         return wait
 
     monkeypatch.setattr(CPU, "send", send)
-    packed = Packed({"x": (torch.float32, (3,))}, HERE)
+    packed = Buffers({"x": (torch.float32, (3,))}, HERE)
     for number in (1.0, 2.0, 3.0):
         packed.open()["x"][:] = number
         assert packed["x"].tolist() == [number - 1.0] * 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.workers.models.backends.device.fixed import Packed
+from dovetail.workers.models.backends.device.fixed import Buffers
 from dovetail.workers.models.backends.stages.streaming import Ring
 from pretended.device import POSSIBLE, PRETENDED, PretendedTransfer, capture, device
 
@@ -57,7 +57,7 @@ def test_a_copy_does_not_begin_before_its_target_is_free(there: torch.device) ->
 
 
 def test_pinned_memory_is_not_written_before_it_has_been_copied(there: torch.device) -> None:
-    packed = Packed({"x": (torch.float32, (3,))}, there)
+    packed = Buffers({"x": (torch.float32, (3,))}, there)
     for number in range(2):
         packed.open()["x"][:] = number
         packed.send()

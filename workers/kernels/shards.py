@@ -25,7 +25,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Placed:
+class SampledPages:
     """How many pages of weights were sampled, and how many of them are on their shard's node."""
 
     looked: int
@@ -50,7 +50,7 @@ class _SpreadStruct(Structure):
 
 
 class _PlacedStruct(Structure):
-    """`Placed` of native/shards.h."""
+    """`SampledPages` of native/shards.h."""
 
     _fields_ = (("looked", c_int64), ("home", c_int64), ("refused", c_int32), ("_", c_int32))
 
@@ -106,9 +106,9 @@ def spread_heads(start: int, shape: tuple[int, int], size: int, used: int) -> No
     library().dt_spread(byref(struct), mmap.PAGESIZE)
 
 
-def placed() -> Placed:
+def placed() -> SampledPages:
     """Return the nodes of the pages placed since the shards were set."""
     struct = _PlacedStruct()
     library().dt_placed(byref(struct))
     refused = os.strerror(struct.refused) if struct.refused else ""
-    return Placed(struct.looked, struct.home, refused)
+    return SampledPages(struct.looked, struct.home, refused)

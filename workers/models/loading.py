@@ -46,7 +46,7 @@ from dovetail.workers.models.language_model import (
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.proving import StumbledError, oracle_of, provable
 from dovetail.workers.models.remembered.proofs import Proofs
-from dovetail.workers.models.remembered.recall import Memory, recall
+from dovetail.workers.models.remembered.recall import ProofMemory, recall
 from dovetail.workers.models.wanted import Stager, Wanted
 from dovetail.workers.models.weight_types import (
     BLOCK_WEIGHTS,
@@ -157,7 +157,7 @@ def _on_cpu(
     _refuse_blocks(checkpoint, wanted)
     why_not = against_kernels(wanted) or for_library(wanted)
     if not why_not:
-        memory = Memory(checkpoint, wanted)
+        memory = ProofMemory(checkpoint, wanted)
         if (model := recall(memory, checkpoint, wanted)) is not None:
             return model
         skeleton = skeleton_of()

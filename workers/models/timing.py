@@ -16,7 +16,7 @@ LINEARS, ATTENTION, EXPERTS, HEAD = range(4)
 PLACES: dict[Part, int] = {"linears": LINEARS, "attention": ATTENTION, "head": HEAD}
 
 
-class Parts:
+class TimedParts:
     """Times of a pass's parts over all layers, and the experts that it used."""
 
     def __init__(self) -> None:
@@ -39,22 +39,22 @@ class Parts:
         return self._added[PLACES[part]]
 
 
-class _Thread(threading.local):
-    parts: Parts | None = None
+class _TimedThread(threading.local):
+    parts: TimedParts | None = None
 
 
-_thread = _Thread()
+_thread = _TimedThread()
 
 
-def asked() -> Parts | None:
+def asked() -> TimedParts | None:
     """Return the totals of the parts of this thread's pass; None if nobody asks for them."""
     return _thread.parts
 
 
 @contextmanager
-def timed() -> Iterator[Parts]:
+def timed() -> Iterator[TimedParts]:
     """Collect the times of the parts computed in this block."""
-    before, parts = _thread.parts, Parts()
+    before, parts = _thread.parts, TimedParts()
     _thread.parts = parts
     try:
         yield parts

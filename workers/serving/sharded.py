@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dovetail.protocol.errors import UserError
 from dovetail.workers import kernels
 from dovetail.workers.kernels import shards
-from dovetail.workers.kernels.shards import Placed, Shard
+from dovetail.workers.kernels.shards import SampledPages, Shard
 from dovetail.workers.models.language_model import LanguageModel
 
 SHARDED = "a target over memory nodes"
@@ -35,7 +35,7 @@ def settle_target(model: LanguageModel) -> str:
     return words_of(shards.count(), shards.placed())
 
 
-def words_of(count: int, placed: Placed) -> str:
+def words_of(count: int, placed: SampledPages) -> str:
     """Describe where the weights of these shards are."""
     where = (
         f"{placed.home} of {placed.looked} sampled pages of weights are on the node "

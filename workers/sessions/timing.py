@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dovetail.protocol.spans import Spans
-from dovetail.workers.models.timing import PLACES, Parts, timed
+from dovetail.workers.models.timing import PLACES, TimedParts, timed
 
 
 @contextmanager
-def timed_pass(spans: Spans, *, counted: bool = False) -> Iterator[Parts | None]:
+def timed_pass(spans: Spans, *, counted: bool = False) -> Iterator[TimedParts | None]:
     """Measure the block, which is a pass, and record the seconds of its parts if they are known and
     fine spans are recorded. `counted`: count its experts in any case."""
     if not spans.fine and not counted:

@@ -277,7 +277,7 @@ def cache_for(plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> 
     )
 
 
-class Layout:
+class CacheLayout:
     """Assigns places to layers, one after the other."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from dovetail.workers.models.backends.packing import (
     parts_of,
 )
 from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows, rows_of
-from dovetail.workers.models.checkpoints.pieces import Unread, unread_of
+from dovetail.workers.models.checkpoints.pieces import UnreadStack, unread_of
 from dovetail.workers.models.families.description import Experts, Router
 from dovetail.workers.models.families.matrices import Layout, layout_of
 from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
@@ -128,7 +128,7 @@ class ExpertParts:
         self,
         matrices: Sequence[MatrixT],
         pack_one: Callable[[MatrixT, int], None],
-        unread: Unread | None,
+        unread: UnreadStack | None,
     ) -> Sequence[MatrixT]:
         with ThreadPoolExecutor(threads(), "experts") as pool:
             for _ in pool.map(pack_one, matrices, range(self.count)):

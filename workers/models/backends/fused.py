@@ -19,7 +19,7 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, tanh
 from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, NormKind
 from dovetail.workers.models.attention import NOTHING, Noted
-from dovetail.workers.models.backends.blocked_cache import Layout, cache_for, cache_rows
+from dovetail.workers.models.backends.blocked_cache import CacheLayout, cache_for, cache_rows
 from dovetail.workers.models.backends.embedding import inputs_of, share_table, widen_embeddings
 from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.backends.layer_parts import (
@@ -101,7 +101,7 @@ class Kernels:
     def _begin(self, model: Any, kind: Kind, tables: RotaryTables, cache: torch.dtype) -> None:
         self._model, self._kind, self._tables, self._cache = model, kind, tables, cache
         self._layers: list[DecoderLayer] = []
-        self._layout = Layout()
+        self._layout = CacheLayout()
         self._taken = 0
         self.noted: list[Noted] = []  # the attention that each layer asks for
 

@@ -29,7 +29,7 @@ from dovetail.workers.models.backends.stages.engines import (
     TorchEngine,
     engine_of,
 )
-from dovetail.workers.models.backends.stages.reader import Reader
+from dovetail.workers.models.backends.stages.reader import PromptReader
 from dovetail.workers.models.backends.stages.stage import Stage
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.states import Kept, ModelPass
@@ -52,7 +52,7 @@ class Staging:
 class StagedLayers(nn.Module):
     """All decoder layers of a model, as one module."""
 
-    def __init__(self, stages: Sequence[Stage], reader: Reader | None) -> None:
+    def __init__(self, stages: Sequence[Stage], reader: PromptReader | None) -> None:
         super().__init__()
         self._stages, self._reader = stages, reader
 
@@ -176,7 +176,7 @@ class Staged(Kernels):
         reader = (
             None
             if self._staging.reader is None
-            else Reader(self._staging.reader, self._on_cpu, self._cache)
+            else PromptReader(self._staging.reader, self._on_cpu, self._cache)
         )
         return StagedLayers(self._stages, reader)
 

@@ -24,9 +24,9 @@ from dovetail.workers.models.checkpoints.architecture import (
 )
 from dovetail.workers.models.checkpoints.composite import renamed, text_part
 from dovetail.workers.models.checkpoints.digests import (
+    DigestSource,
+    FilePart,
     Identity,
-    Part,
-    Source,
     begin_digest,
     digest_of,
     known_digest,
@@ -198,7 +198,7 @@ def tensor_names(file: Path) -> list[str]:
         ) from None
 
 
-def _read_headers(folder: Path) -> tuple[list[Source], dict[str, Stored]]:
+def _read_headers(folder: Path) -> tuple[list[DigestSource], dict[str, Stored]]:
     """The weight files of a folder, and the places of all their tensors."""
     if (model := model_of(folder)) is not None:
         return [source_of(head) for head in model.heads], stored_in(model)
@@ -207,7 +207,7 @@ def _read_headers(folder: Path) -> tuple[list[Source], dict[str, Stored]]:
     return [source for source, _ in read], tensors
 
 
-def _read_header(file: Path) -> tuple[Source, dict[str, Stored]]:
+def _read_header(file: Path) -> tuple[DigestSource, dict[str, Stored]]:
     """The tensors of a file in order, and their places."""
     names = tensor_names(
         file
@@ -228,11 +228,11 @@ def _read_header(file: Path) -> tuple[Source, dict[str, Stored]]:
             f"{file} was changed while it was read: wait until it is written, and start again"
         ) from None
     ordered = sorted(tensors.items(), key=lambda item: item[1].offset)
-    return Source(
+    return DigestSource(
         file,
         identity,
         header,
-        [Part(name, stored.kind, stored.size_bytes) for name, stored in ordered],
+        [FilePart(name, stored.kind, stored.size_bytes) for name, stored in ordered],
     ), tensors
 
 

@@ -77,7 +77,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """The numbers of one tensor."""
 
     name: str
@@ -86,22 +86,22 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Source:
+class DigestSource:
     """A weight file: header, and tensors that fill the rest in order."""
 
     path: Path
     identity: Identity
     header: bytes
-    parts: Sequence[Part]
+    parts: Sequence[FilePart]
 
 
-def digest_of(configuration: bytes, sources: Sequence[Source]) -> str:
+def digest_of(configuration: bytes, sources: Sequence[DigestSource]) -> str:
     """Return the SHA-256 of config.json and weights; `CheckpointError` for NaN, infinity or a
     changing file. Known files are not read again, and only one process reads at a time."""
     began_ns = time.time_ns()
     if not all(source.identity.settled(began_ns) for source in sources):
         return _read(configuration, sources)
-    key, kept = _key(configuration, sources), Kept(cache_folder() / FOLDER)
+    key, kept = _key(configuration, sources), KeptDigests(cache_folder() / FOLDER)
     if found := kept.find(key):
         return found
     size = sum(source.identity.size for source in sources)
@@ -113,7 +113,7 @@ def digest_of(configuration: bytes, sources: Sequence[Source]) -> str:
         return digest
 
 
-def begin_digest(configuration: bytes, sources: Sequence[Source]) -> Future[str]:
+def begin_digest(configuration: bytes, sources: Sequence[DigestSource]) -> Future[str]:
     """Begin to compute the digest, as `digest_of` does, in another thread."""
     found = Future[str]()
 
@@ -134,7 +134,7 @@ def known_digest(digest: str) -> Future[str]:
     return found
 
 
-class Kept:
+class KeptDigests:
     """Digests in a folder, a file each, written atomically; damaged ones are ignored."""
 
     def __init__(self, folder: Path) -> None:
@@ -231,7 +231,7 @@ def refuse_changed(path: Path, before: Identity, file: IO[bytes]) -> None:
         )
 
 
-def _key(configuration: bytes, sources: Sequence[Source]) -> str:
+def _key(configuration: bytes, sources: Sequence[DigestSource]) -> str:
     """Return the cache key of these files: all that the digest depends on."""
     whole = hashlib.sha256(b"1\0" + configuration)
     for source in sources:
@@ -240,7 +240,7 @@ def _key(configuration: bytes, sources: Sequence[Source]) -> str:
     return whole.hexdigest()
 
 
-def _read(configuration: bytes, sources: Sequence[Source]) -> str:
+def _read(configuration: bytes, sources: Sequence[DigestSource]) -> str:
     digest = hashlib.sha256(f"config.json\0{len(configuration)}\0".encode() + configuration)
     blocks = [bytearray(BLOCK_BYTES) for _ in range(BLOCKS)]
     size = sum(source.identity.size for source in sources)
@@ -265,7 +265,7 @@ def _read(configuration: bytes, sources: Sequence[Source]) -> str:
 
 
 def _read_file(
-    source: Source,
+    source: DigestSource,
     free_block: Callable[[], bytearray],
     hash_later: Callable[[memoryview], None],
     read: Callable[[int], None],

@@ -28,7 +28,7 @@ from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
 from dovetail.workers.models.checkpoints.pieces import (
     STACK,
     Pieces,
-    Unread,
+    UnreadStack,
     leave_unread,
     others,
     within_fp32,
@@ -72,7 +72,7 @@ class Skeleton:
     transposed: frozenset[str]  # weights that the checkpoint holds as [in, out]
     buffers: frozenset[str] = frozenset()  # buffers that the checkpoint holds
     stored: Mapping[str, str] | None = None  # parameter -> tensor of the checkpoint; None: several
-    experts: Callable[[str], Unread] | None = None  # reads experts one by one; None: together
+    experts: Callable[[str], UnreadStack] | None = None  # reads experts one by one; None: together
     tied: Mapping[str, str] | None = None  # tensor -> its stand-in, for pieces; None: none
     rows: Callable[[str, nn.Module], Rows | Pile | None] | None = None
     """Return the blocks of a module's weight; None if there are none."""

@@ -21,7 +21,7 @@ from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
 EACH = re.compile(r"\.experts\.\d+\.")  # the part of a name with the number of a piece's expert
-UNREAD = "unread_experts"  # attribute of experts: an `Unread` for each stack that is not read
+UNREAD = "unread_experts"  # attribute of experts: an `UnreadStack` for each stack that is not read
 
 
 def others(missing: Sequence[str]) -> str:
@@ -30,7 +30,7 @@ def others(missing: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnreadStack:
     """The matrices of all experts of a layer, each read on demand."""
 
     numbers: Callable[[int], Tensor]  # reads the matrix of an expert as transformers has it
@@ -85,10 +85,10 @@ class Pieces:
             first += len(part)
         return whole
 
-    def unread(self, name: str) -> Unread:
+    def unread(self, name: str) -> UnreadStack:
         """Return the experts of a tensor of the model, to be read one by one."""
         size = sum(self.tensors[piece].size_bytes for piece in self.of(name))
-        return Unread(
+        return UnreadStack(
             lambda index: self.read_one(name, index),
             size // self.shapes[name][0],
             lambda index: self.contents_of_one(name, index),
@@ -201,7 +201,7 @@ class Pieces:
             )
 
 
-def leave_unread(part: nn.Module, name: str, experts: Unread, *, blocks: bool) -> None:
+def leave_unread(part: nn.Module, name: str, experts: UnreadStack, *, blocks: bool) -> None:
     """Have a stack's experts read one by one when needed, as `blocks` or numbers."""
     own = replace(experts, numbers=lambda index: within_fp32(experts.numbers(index)))
     own = own if blocks else replace(own, rows=None)
@@ -213,7 +213,7 @@ def within_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-def unread_of(part: nn.Module, name: str) -> Unread | None:
+def unread_of(part: nn.Module, name: str) -> UnreadStack | None:
     """Return a stack of experts' matrices that has not been read yet; None if it has been."""
-    found: Unread | None = getattr(part, UNREAD, {}).get(name)
+    found: UnreadStack | None = getattr(part, UNREAD, {}).get(name)
     return found

@@ -12,7 +12,7 @@ from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.configured import built, read_config, with_buffers
 from dovetail.workers.models.checkpoints.context import limit_context
 from dovetail.workers.models.checkpoints.loader import Skeleton, linearise
-from dovetail.workers.models.checkpoints.pieces import Unread
+from dovetail.workers.models.checkpoints.pieces import UnreadStack
 from dovetail.workers.progress import count_bytes
 
 RANDOM_NUMBERS = (1 << 20) + 7  # numbers to take weights from: a prime, so that rows differ
@@ -60,7 +60,7 @@ def random_skeleton(
         model,
         read,
         transposed,
-        experts=lambda name: Unread(
+        experts=lambda name: UnreadStack(
             lambda index: fresh(f"{name}.{index}", shapes[name][1:]),
             math.prod(shapes[name][1:]) * stored.itemsize,
         ),

@@ -16,7 +16,7 @@ SPREAD = (32, 256, 2048, 16384, 65536)  # positions that are always compared
 
 
 @dataclass(frozen=True)
-class Run:
+class LandmarkRun:
     """Positions first, first + 1, ... that exist."""
 
     first: int
@@ -28,19 +28,19 @@ class Run:
         return self.first + self.count
 
 
-def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
+def runs_of(config: Mapping[str, Any], context: int) -> list[LandmarkRun]:
     """Return the positions of a proof, in runs."""
     marks = sorted({mark for mark in landmarks(config) if DENSE <= mark < context})[:MOST_LANDMARKS]
     wanted = {*range(min(DENSE, context)), *range(max(0, context - 2), context)}
     wanted |= {place for mark in marks for place in (mark - 1, mark)} | {
         place for place in SPREAD if place < context
     }
-    runs: list[Run] = []
+    runs: list[LandmarkRun] = []
     for position in sorted(wanted):
         if runs and runs[-1].stop == position:
             runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
         else:
-            runs.append(Run(position, 1))
+            runs.append(LandmarkRun(position, 1))
     return runs
 
 

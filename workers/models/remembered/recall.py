@@ -48,7 +48,7 @@ GATE = "_apply_gate"  # the function that reads them
 SAMPLED = 4  # rows whose logits are compared
 
 
-class Memory:
+class ProofMemory:
     """Access to remembered proofs while loading one model."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
@@ -86,7 +86,7 @@ class Memory:
         self._proofs.drop(self._key)
 
 
-def recall(memory: Memory, checkpoint: Checkpoint, wanted: Wanted) -> LanguageModel | None:
+def recall(memory: ProofMemory, checkpoint: Checkpoint, wanted: Wanted) -> LanguageModel | None:
     """Return the model loaded with its remembered proof; None if there is none that holds."""
     if (proof := memory.proof()) is None:
         return None
@@ -119,7 +119,7 @@ def recall(memory: Memory, checkpoint: Checkpoint, wanted: Wanted) -> LanguageMo
     return model
 
 
-class Part(nn.Module):
+class OutlinePart(nn.Module):
     """A module with parameters or children only: a norm, a convolution, experts."""
 
     def __init__(
@@ -288,7 +288,7 @@ def _module(kind: str, measures: Any) -> nn.Module:
         if scale is not None:
             return WidenedEmbedding(_meta([rows, width]), scale)
         return nn.Embedding(rows, width, _weight=_meta([rows, width]))
-    return Part(*measures)
+    return OutlinePart(*measures)
 
 
 def _meta(shape: list[int]) -> nn.Parameter:

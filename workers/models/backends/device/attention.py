@@ -68,7 +68,7 @@ def takes_width(width: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedCaches:
     """Keys and values [layers, 2, kv_heads, slots, width] of T tokens, each in its session's
     cache."""
 
@@ -103,7 +103,7 @@ def own_attention(
 def placed_attention(
     program: Program,
     query: Tensor,
-    placed: Placed,
+    placed: PlacedCaches,
     mask: Tensor,
     scale: float,
     sinks: Tensor | None,
@@ -215,7 +215,7 @@ def _against_width(program: Program, device: torch.device, width: int) -> str:
         if not torch.equal(alone[0], found[row, head::2]):
             return "a row depends on other rows, or on what it does not see"
     places, caches = _placed(keys, values, device)  # which hold the places' numbers
-    placed, own_mask = Placed(places, 1, 2, slots), mask.float().to(device)
+    placed, own_mask = PlacedCaches(places, 1, 2, slots), mask.float().to(device)
     for own_sinks in (None, sinks.to(device)):
         beside = placed_attention(program, query.to(device), placed, own_mask, scale, own_sinks)
         if not torch.equal(beside.cpu(), ours(query, seen, slice(None), own_sinks)):

@@ -58,7 +58,7 @@ def form_of(segments: Sequence[Segment], least_rows: int = 1, *, placed: bool) -
     return Form(1 << (max(count, least_rows) - 1).bit_length(), slots, path)
 
 
-class Packed:
+class Buffers:
     """Named zeros on the host and on a device, in one buffer each: one asynchronous copy sends
     all."""
 
@@ -117,7 +117,7 @@ class Inputs:
             **({} if scratch is None else {"places": (torch.long, (form.rows, PLACE))}),
             **more,
         }
-        self._packed, self.form, self._placed = Packed(shapes, device), form, scratch is not None
+        self._packed, self.form, self._placed = Buffers(shapes, device), form, scratch is not None
         self._by_row = [*shapes]
         self._slots, self._steps = (
             torch.arange(count, device=device) for count in (form.slots, form.path)

@@ -19,7 +19,7 @@ from dovetail.workers.models.backends.device.experts import (
 )
 from dovetail.workers.models.backends.device.parts import DeviceNorm, Parts
 from dovetail.workers.models.backends.device.products import narrowed
-from dovetail.workers.models.backends.device.rows import FixedRows, Seen
+from dovetail.workers.models.backends.device.rows import FixedRows, SeenRows
 from dovetail.workers.models.backends.device.scan import DeviceScan
 
 
@@ -63,7 +63,7 @@ class DeviceLayer:
             self._experts = HostExperts(plan) if host_experts else _experts_of(plan, device)
 
     def run(
-        self, rows: Seen, states: Tensor, multiply: Multiply, given: Tensor | None = None
+        self, rows: SeenRows, states: Tensor, multiply: Multiply, given: Tensor | None = None
     ) -> None:
         """Compute states [T, hidden] in place, and cache keys and values. `given` [T, plan.given]:
         attention's input instead of the states."""
@@ -92,13 +92,13 @@ class DeviceLayer:
         if plan.scalar != 1.0:
             states *= plan.scalar
 
-    def _input(self, rows: Seen, own: InputPlan, states: Tensor, multiply: Multiply) -> Tensor:
+    def _input(self, rows: SeenRows, own: InputPlan, states: Tensor, multiply: Multiply) -> Tensor:
         assert rows.inputs is not None
         inputs = rows.inputs[:, own.first : own.first + own.gate.n]
         both = torch.cat([multiply("input_gate", states), inputs], dim=1)
         return multiply("input_projection", activate(self._plan, both))
 
-    def _mix(self, rows: Seen, x: Tensor, states: Tensor, multiply: Multiply) -> Tensor:
+    def _mix(self, rows: SeenRows, x: Tensor, states: Tensor, multiply: Multiply) -> Tensor:
         """Return the output of attention and a mixer with a state for normed rows x [T, hidden]."""
         plan, given = self._plan, multiply("qkv", x)
         if self._latent is not None:
@@ -134,7 +134,7 @@ class DeviceLayer:
         gated = activate(self._plan, both) if self._gates is None else self._gates.gate(both)
         return multiply("down", gated)
 
-    def _attend(self, rows: Seen, qkv: Tensor) -> Tensor:
+    def _attend(self, rows: SeenRows, qkv: Tensor) -> Tensor:
         plan = self._plan
         if self._turning is not None and isinstance(rows, FixedRows) and rows.turns:
             return rows.attend_turned(plan, qkv, self._turning).flatten(1)
@@ -211,7 +211,7 @@ class DeviceLatents:
         query_norm = self._own.query_norm
         self._query_norm = plain if query_norm is None else norm(query_norm)
 
-    def run(self, rows: Seen, given: Tensor, multiply: Multiply) -> Tensor:
+    def run(self, rows: SeenRows, given: Tensor, multiply: Multiply) -> Tensor:
         """Return [T, heads value_dim], given the first matrix's output [T, ...]; caches latents and
         keys."""
         plan, own = self._plan, self._own

@@ -101,7 +101,7 @@ class LevelRows(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedRows:
     """The rows of a call of a back end, as `LevelRows`."""
 
     tokens: Tensor
@@ -225,7 +225,7 @@ class Captured(ABC):
             segment = self._own(part.segment)
             if self.levels.covers(segment):
                 how = part.tokens, part.positions, segment, part.wanted, part.ranking
-                own.append(Asked(*how))
+                own.append(AskedRows(*how))
                 places.append(place)
             found.append(None)
         if own:
@@ -239,7 +239,7 @@ class Captured(ABC):
         else None."""
         if len(asked.segments) > 1 or asked.kept.wanted:
             return None
-        own = Asked(asked.tokens, asked.positions, asked.segments[0], len(asked.tokens))
+        own = AskedRows(asked.tokens, asked.positions, asked.segments[0], len(asked.tokens))
         (level,) = self.levels_of([own])
         if level is None or asked.rows is None:
             return None if level is None else level.logits

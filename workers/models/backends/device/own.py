@@ -20,7 +20,7 @@ FOLDER = Path(kernels.__file__).parent / "cuda"
 
 
 @dataclass(frozen=True)
-class Block:
+class ThreadBlock:
     """A block of threads, by what it computes of a product; see `products.cu`."""
 
     vectors: int  # vectors of 16 outputs: 1, or 3, which are a panel
@@ -61,14 +61,13 @@ class Block:
 
 
 BLOCKS = (
-    Block(1, 1, 1, 4, 128),
-    Block(1, 2, 1, 8, 64),
-    Block(1, 2, 2, 8, 64),
-    Block(1, 2, 4, 8, 64),
+    ThreadBlock(1, 1, 1, 4, 128),
+    ThreadBlock(1, 2, 1, 8, 64),
+    ThreadBlock(1, 2, 2, 8, 64),
+    ThreadBlock(1, 2, 4, 8, 64),
 )
-"""The smallest block that holds all rows, or the largest one repeatedly. Narrow, so that all
-multiprocessors are used."""
-WIDE = Block(3, 1, 1, 4, 64)  # the block of few rows if every multiprocessor has `ENOUGH` of them
+"""The smallest that holds all rows, or the largest repeatedly; narrow to use all processors."""
+WIDE = ThreadBlock(3, 1, 1, 4, 64)  # of few rows if every multiprocessor has `ENOUGH` of them
 ENOUGH = 2
 
 

@@ -124,7 +124,7 @@ EXACT_TILES, EXACT_THREADS = (8, 32), 128
 """The smallest number of rows of a block in fp32 that holds all, and its threads."""
 
 
-class Inputs(Protocol):
+class BlockInputs(Protocol):
     """Rows as products over blocks read them."""
 
     def multiply(self, name: str, packed: Tensor, bias: Tensor | None, y: Tensor) -> None:
@@ -157,7 +157,7 @@ class ExactInputs:
         self._program.launch(f"{name}_{tile}", grid, EXACT_THREADS, arguments)
 
 
-INPUTS: Mapping[Kind, Callable[[Program, Tensor], Inputs]] = {
+INPUTS: Mapping[Kind, Callable[[Program, Tensor], BlockInputs]] = {
     Kind.BLOCKS: RoundedInputs,
     Kind.EXACT_BLOCKS: ExactInputs,
 }
@@ -191,7 +191,7 @@ class OwnBlocks:
         y = x.new_empty(len(x), self.n)
         if not len(x):
             return y
-        inputs: Inputs | None = None
+        inputs: BlockInputs | None = None
         for part in self.parts:
             own = slice(part.first, part.first + part.count)
             if part.plain is not None:

@@ -19,7 +19,7 @@ from dovetail.workers.kernels.layer_plan import (
     Rotary,
 )
 from dovetail.workers.models.backends.device.angles import Turn
-from dovetail.workers.models.backends.device.attention import Placed
+from dovetail.workers.models.backends.device.attention import PlacedCaches
 from dovetail.workers.models.backends.device.choice import TIMED_SHAPE, Contest, Function
 from dovetail.workers.models.backends.device.own import bits_of, source_of
 from dovetail.workers.models.backends.device.products import Product, narrowed
@@ -61,7 +61,7 @@ class Turning:
         return self._turn(qkv, angles, slots, (keys, values, keys.stride(0)), None, halves=halves)
 
     def placed(
-        self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor, placed: Placed
+        self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor, placed: PlacedCaches
     ) -> Tensor:
         """Do the same for slots of each row's own cache in halves. `angles` None: no rotation."""
         nowhere = None, None, placed.first_key
@@ -239,7 +239,7 @@ def _placed_wrongly(parts: Parts, device: torch.device) -> str:
         device=device,
     )
     expected = turning(qkv, angles, slots, *caches[0][1])
-    found = turning.placed(qkv, angles, slots, Placed(places, 1, KV_HEADS, SLOTS))
+    found = turning.placed(qkv, angles, slots, PlacedCaches(places, 1, KV_HEADS, SLOTS))
     together = caches[1][:, :, :, :SLOTS] + caches[2][:, :, :, :SLOTS]
     if not torch.equal(found.cpu(), expected.cpu()) or not torch.equal(
         together.cpu(), caches[0].cpu()

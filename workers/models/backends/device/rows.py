@@ -11,13 +11,13 @@ from dovetail.workers.devices.base import Program
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.attention import Attending, Block, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.angles import Turn
-from dovetail.workers.models.backends.device.attention import Placed, placed_attention
+from dovetail.workers.models.backends.device.attention import PlacedCaches, placed_attention
 from dovetail.workers.models.backends.device.parts import Parts, Turning
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import rounded
 
 
-class Seen(Protocol):
+class SeenRows(Protocol):
     """The rows of a pass on the device."""
 
     @property
@@ -110,8 +110,8 @@ class PlacedRows:
         placed = self._of(layer, heads)
         return placed_attention(self.ours.attention, query, placed, mask, scale, sinks)
 
-    def _of(self, layer: int, heads: int) -> Placed:
-        return Placed(self.places, layer, heads, self.seen)
+    def _of(self, layer: int, heads: int) -> PlacedCaches:
+        return PlacedCaches(self.places, layer, heads, self.seen)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
 
 from dovetail.workers.kernels.states import ScanPlan, ScanRule, StateRows
-from dovetail.workers.models.backends.device.state_rows import Factors, Place, by_value
+from dovetail.workers.models.backends.device.state_rows import Factors, StatePlace, by_value
 from dovetail.workers.models.segment import Segment
 
 AT_A_TIME = 16  # rows of a prompt, or of a level, whose states are in memory at a time
@@ -28,7 +28,7 @@ class StatefulRows:
 
 
 @dataclass(frozen=True)
-class _Rows(Factors):
+class _Given(Factors):
     query: Tensor  # [T, value_heads, key_dim, 1]
     value: Tensor  # [T, value_heads, value_dim]
     taken: Tensor | None  # [T, value_heads, 1, 1], times what a key reads of the state
@@ -57,7 +57,7 @@ class DeviceScan:
 
     def _segment(self, rows: StatefulRows, given: Tensor) -> Tensor:
         plan, channels = self._plan, self._taps.shape[1]
-        place, segment = Place(plan, rows.states), rows.segment
+        place, segment = StatePlace(plan, rows.states), rows.segment
         inputs, alone = given[:, :channels], plan.rule is ScanRule.SHORT_CONVOLUTION
         if alone:
             inputs = inputs * given[:, 2 * channels :]
@@ -77,7 +77,7 @@ class DeviceScan:
         rows.states.folded[plan.index] = fold
         return out
 
-    def _convolve(self, place: Place, segment: Segment, inputs: Tensor) -> Tensor:
+    def _convolve(self, place: StatePlace, segment: Segment, inputs: Tensor) -> Tensor:
         """The convolution of rows and those before them on their paths, the oldest first."""
         taps, start, nothing = self._plan.shape.taps, segment.start, inputs.new_zeros(1, 1)
         if segment.paths is None:
@@ -101,7 +101,7 @@ class DeviceScan:
             mixed = mixed + self._bias
         return mixed if self._plan.rule is ScanRule.SHORT_CONVOLUTION else silu(mixed)
 
-    def _factors(self, mixed: Tensor, given: Tensor) -> _Rows:
+    def _factors(self, mixed: Tensor, given: Tensor) -> _Given:
         plan = self._plan
         delta, keys = plan.rule is ScanRule.GATED_DELTA, plan.key_heads * plan.key_dim
         values = plan.value_heads * plan.value_dim
@@ -117,7 +117,7 @@ class DeviceScan:
         if delta:
             step = torch.sigmoid(raw[:, : plan.value_heads])
         value, step = value.reshape(-1, plan.value_heads, plan.value_dim), step[..., None, None]
-        return _Rows(
+        return _Given(
             decay,
             by_value(plan, key),
             value.unsqueeze(-2) * step,
@@ -126,9 +126,10 @@ class DeviceScan:
             -step * decay if delta else None,
         )
 
-    def _walk(self, place: Place, segment: Segment, rows: _Rows, folded: int, fold: int) -> Tensor:
-        """Return what rows read of the state [T, value_heads, value_dim]; it then holds slots up to
-        `fold`."""
+    def _walk(
+        self, place: StatePlace, segment: Segment, rows: _Given, folded: int, fold: int
+    ) -> Tensor:
+        """Return what rows read of the state, which then holds slots up to `fold`."""
         start = segment.start
         state = _through(place.state(), place, range(folded, min(fold, start)))
         if fold == start + segment.count:
@@ -144,7 +145,7 @@ class DeviceScan:
         state = _through(state, place, range(fold, prefix))
         return self._walk_tree(place, segment, rows, state, prefix)
 
-    def _chain(self, state: Tensor, rows: _Rows) -> Iterator[tuple[slice, Tensor]]:
+    def _chain(self, state: Tensor, rows: _Given) -> Iterator[tuple[slice, Tensor]]:
         """Yield chunks of consecutive rows, and the states after each."""
         if rows.taken is None:
             first = 0
@@ -160,7 +161,7 @@ class DeviceScan:
             yield at, torch.cat(behind)
 
     def _walk_tree(
-        self, place: Place, segment: Segment, rows: _Rows, state: Tensor, prefix: int
+        self, place: StatePlace, segment: Segment, rows: _Given, state: Tensor, prefix: int
     ) -> Tensor:
         """Return the inputs of rows that do not enter the state; `state`: after the first `prefix`
         slots."""
@@ -189,7 +190,7 @@ class DeviceScan:
         place.keep(start, rows, added)
         return out
 
-    def _behind(self, rows: _Rows, at: slice | Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _behind(self, rows: _Given, at: slice | Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states [T, value_heads, key_dim, value_dim] after rows, and their
         additions."""
         key, added = rows.key[at], rows.added[at]
@@ -198,7 +199,7 @@ class DeviceScan:
             added = torch.addcmul(added, read, rows.taken[at])
         return _after(key * added, states, rows.decay[at]), added
 
-    def _read(self, rows: _Rows, at: slice | Tensor, states: Tensor) -> Tensor:
+    def _read(self, rows: _Given, at: slice | Tensor, states: Tensor) -> Tensor:
         """Return what rows read from the states after them [T, value_heads, value_dim]."""
         read = (states * rows.query[at]).sum(-2)
         if self._skip is None:
@@ -217,14 +218,14 @@ class DeviceScan:
 
 
 @dataclass
-class _Node:
+class _Ancestor:
     parent: int
     inner: bool = False  # True if it has children
 
 
-def _levels(segment: Segment, prefix: int) -> list[dict[int, _Node]]:
+def _levels(segment: Segment, prefix: int) -> list[dict[int, _Ancestor]]:
     """Return the slots from `prefix` on that rows see, by depth."""
-    levels: list[dict[int, _Node]] = []
+    levels: list[dict[int, _Ancestor]] = []
     start, paths = segment.start, segment.paths
     for row in range(segment.count):
         own = range(start, start + row + 1) if paths is None else paths.row(row).tolist()
@@ -234,14 +235,14 @@ def _levels(segment: Segment, prefix: int) -> list[dict[int, _Node]]:
                 levels.append({})
             if depth:
                 levels[depth - 1][parent].inner = True
-            levels[depth].setdefault(slot, _Node(parent))
+            levels[depth].setdefault(slot, _Ancestor(parent))
             parent = slot
     return levels
 
 
 def _pieces(
-    nodes: Sequence[tuple[int, _Node]], start: int
-) -> Iterator[Sequence[tuple[int, _Node]]]:
+    nodes: Sequence[tuple[int, _Ancestor]], start: int
+) -> Iterator[Sequence[tuple[int, _Ancestor]]]:
     """The nodes of a level some at a time: those of passes before, then the rows of this one."""
     for is_row in (False, True):
         own = [node for node in nodes if (node[0] >= start) == is_row]
@@ -275,7 +276,7 @@ def _after(outer: Tensor, states: Tensor, decay: Tensor) -> Tensor:
     return torch.addcmul(outer, states, decay)
 
 
-def _through(state: Tensor, place: Place, slots: range) -> Tensor:
+def _through(state: Tensor, place: StatePlace, slots: range) -> Tensor:
     for states in _known(state, place.kept(slots)) if slots else ():
         state = states[-1:]
     return state

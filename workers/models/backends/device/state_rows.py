@@ -19,7 +19,7 @@ class Factors:
     added: Tensor  # [T, value_heads, 1, value_dim], without the part that depends on the state
 
 
-class Place:
+class StatePlace:
     """The state and the factors of a layer, as a part of a session's."""
 
     def __init__(self, plan: ScanPlan, states: StateRows) -> None:

@@ -31,7 +31,7 @@ from dovetail.workers.models.backends.device.levels import is_placeable
 from dovetail.workers.models.backends.device.own_blocks import blocks_on
 from dovetail.workers.models.backends.device.parts import Parts
 from dovetail.workers.models.backends.device.products import Product, product, rounded_product
-from dovetail.workers.models.backends.device.rows import Ours, Rows, Seen
+from dovetail.workers.models.backends.device.rows import Ours, Rows, SeenRows
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import HALF, Heads, KVCache, MixedKVCache
 from dovetail.workers.models.recurrent.states import RecurrentStates
@@ -145,7 +145,7 @@ class SettledLayer:
     layer: DeviceLayer
     matrices: Mapping[str, Matrix | Product]
 
-    def __call__(self, rows: Seen, states: Tensor) -> None:
+    def __call__(self, rows: SeenRows, states: Tensor) -> None:
         self.layer.run(rows, states, lambda name, x: product(self.matrices[name], x))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dovetail.workers.devices.base import Transfer
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.blob import Blob
-from dovetail.workers.models.backends.blocked_cache import BlockedCache, Layout
+from dovetail.workers.models.backends.blocked_cache import BlockedCache, CacheLayout
 from dovetail.workers.models.backends.placement import BUFFERS
 from dovetail.workers.models.backends.stages.cache import StagedPass, chunks_of, part_of
 from dovetail.workers.models.backends.stages.engines import Run, engine_of
@@ -20,7 +20,7 @@ from dovetail.workers.models.states import Kept
 from dovetail.workers.progress import beat
 
 
-class Reader:
+class PromptReader:
     """Reads a prompt on a device for layers on the CPU: weights stream in, keys and values come
     back."""
 
@@ -31,7 +31,7 @@ class Reader:
         self._engine, self._cache = engine_of(transfer), cache
         for _, blob in layers:
             transfer.pin(blob.memory)
-        self._plans, together = [plan for plan, _ in layers], Layout()
+        self._plans, together = [plan for plan, _ in layers], CacheLayout()
         self._placed = [together.take(plan) for plan in self._plans]
         self._alone = [self._by_itself(plan) for plan in self._plans]
         self._layers = [
@@ -43,7 +43,7 @@ class Reader:
 
     def _by_itself(self, plan: LayerPlan) -> LayerPlan:
         """Return a layer in a cache of its own, or of the layer whose keys it reads."""
-        layout = Layout()
+        layout = CacheLayout()
         if plan.reads is not None:
             layout.take(self._plans[plan.reads])
         return layout.take(plan)

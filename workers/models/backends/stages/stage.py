@@ -13,7 +13,7 @@ from dovetail.workers.devices.base import Capture, Transfer
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.blob import Blob
-from dovetail.workers.models.backends.blocked_cache import BlockedCache, Layout
+from dovetail.workers.models.backends.blocked_cache import BlockedCache, CacheLayout
 from dovetail.workers.models.backends.placement import BUFFERS
 from dovetail.workers.models.backends.stages.cache import StagedPass, part_of
 from dovetail.workers.models.backends.stages.engines import Engine, Ready, Run, SettledLayer
@@ -32,7 +32,7 @@ class Stage:
         """`transfer`: of a device next to the CPU."""
         self.engine = engine
         self._number, self._first, self._transfer = number, first, transfer
-        self.layout = Layout()
+        self.layout = CacheLayout()
         self._layers: list[Run | Ready] = []
         self._blobs: list[Tensor] = []  # the numbers of the layers that are streamed
         self._ring: Ring | None = None
@@ -81,7 +81,7 @@ class Stage:
         """Return an empty cache for `capacity` rows."""
         return self.engine.new_cache(self.layout.plans, capacity, dtype)
 
-    def mirror(self, layer: int, before: Layout) -> None:
+    def mirror(self, layer: int, before: CacheLayout) -> None:
         """Mirror the keys and values of a layer of the stage before."""
         source = before.caching(layer)
         own = self.layout.take(replace(source, index=layer))

@@ -13,7 +13,7 @@ from dovetail.workers.models.checkpoints.digests import refuse_changed
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.kinds import F32, KINDS, UNREAD
 from dovetail.workers.models.checkpoints.gguf.names import AGAIN, parts_of
-from dovetail.workers.models.checkpoints.gguf.reader import Head, read_head
+from dovetail.workers.models.checkpoints.gguf.reader import FileHead, read_head
 
 MOST_NUMBERS = 1 << 16
 
@@ -22,7 +22,7 @@ MOST_NUMBERS = 1 << 16
 class Model:
     """The heads of a model's files."""
 
-    heads: Sequence[Head]
+    heads: Sequence[FileHead]
 
     @property
     def file(self) -> Path:
@@ -76,7 +76,7 @@ def numbers_of(model: Model, name: str) -> list[float]:
     return [float(number) for number in found]
 
 
-def _refuse_places(head: Head) -> None:
+def _refuse_places(head: FileHead) -> None:
     """`CheckpointError` for tensors of an unread type, beyond the file's end, or overlapping."""
     end, before = head.size_bytes, ""
     for place in sorted(head.tensors, key=lambda place: place.offset):
@@ -98,7 +98,7 @@ def _refuse_places(head: Head) -> None:
             raise CheckpointError(f"{head.file} ends within tensor {place.name}; {AGAIN}")
 
 
-def _refuse_part(head: Head, number: int, count: int) -> None:
+def _refuse_part(head: FileHead, number: int, count: int) -> None:
     """`CheckpointError` for a part whose metadata contradicts its name."""
     said = tuple(head.facts.get(f"split.{key}", usual) for key, usual in (("no", 0), ("count", 1)))
     if not all(isinstance(value, int) for value in said):
@@ -111,7 +111,7 @@ def _refuse_part(head: Head, number: int, count: int) -> None:
         )
 
 
-def _refuse_kind(head: Head) -> None:
+def _refuse_kind(head: FileHead) -> None:
     """Return a `CheckpointError` for a file that is not a complete model."""
     kind = head.facts.get("general.type", "model")
     architecture = head.facts.get("general.architecture")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Kind:
+class NumberKind:
     """A type of numbers, whose blocks hold `numbers` neighbours of a row in `size_bytes`."""
 
     name: str
@@ -42,22 +42,22 @@ class Described(NamedTuple):
 F32, F16, BF16, MXFP4 = 0, 1, 30, 39
 Q5_0, Q8_0, Q4_K, Q6_K = 6, 8, 12, 14
 KINDS = {
-    F32: Kind("F32", 1, 4),
-    F16: Kind("F16", 1, 2),
-    2: Kind("Q4_0", 32, 18),
-    3: Kind("Q4_1", 32, 20),
-    Q5_0: Kind("Q5_0", 32, 22),
-    7: Kind("Q5_1", 32, 24),
-    Q8_0: Kind("Q8_0", 32, 34),
-    10: Kind("Q2_K", 256, 84, 100),
-    11: Kind("Q3_K", 256, 110, 114),
-    Q4_K: Kind("Q4_K", 256, 144, 148),
-    13: Kind("Q5_K", 256, 176, 180),
-    Q6_K: Kind("Q6_K", 256, 210),
-    20: Kind("IQ4_NL", 32, 18),
-    23: Kind("IQ4_XS", 256, 136, 138),
-    BF16: Kind("BF16", 1, 2),
-    MXFP4: Kind("MXFP4", 32, 17),
+    F32: NumberKind("F32", 1, 4),
+    F16: NumberKind("F16", 1, 2),
+    2: NumberKind("Q4_0", 32, 18),
+    3: NumberKind("Q4_1", 32, 20),
+    Q5_0: NumberKind("Q5_0", 32, 22),
+    7: NumberKind("Q5_1", 32, 24),
+    Q8_0: NumberKind("Q8_0", 32, 34),
+    10: NumberKind("Q2_K", 256, 84, 100),
+    11: NumberKind("Q3_K", 256, 110, 114),
+    Q4_K: NumberKind("Q4_K", 256, 144, 148),
+    13: NumberKind("Q5_K", 256, 176, 180),
+    Q6_K: NumberKind("Q6_K", 256, 210),
+    20: NumberKind("IQ4_NL", 32, 18),
+    23: NumberKind("IQ4_XS", 256, 136, 138),
+    BF16: NumberKind("BF16", 1, 2),
+    MXFP4: NumberKind("MXFP4", 32, 17),
 }
 UNREAD = {
     9: "Q8_1",

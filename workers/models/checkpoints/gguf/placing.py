@@ -20,7 +20,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.namings import NAMIN
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, STORED
-from dovetail.workers.models.checkpoints.gguf.reader import Head, Place
+from dovetail.workers.models.checkpoints.gguf.reader import FileHead, Place
 
 SHARING = "attention.shared_kv_layers"
 SCALE = "attention.scale"
@@ -40,7 +40,7 @@ ZEROS = 12  # a change that sets all values of a tensor to zero
 class Placed:
     """A tensor of transformers' model within a file."""
 
-    head: Head
+    head: FileHead
     place: Place
     change: int = NOTHING
     heads: int = 0  # the number of heads that HALVES is about, or of key heads

@@ -62,7 +62,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Head:
+class FileHead:
     """The head of a GGUF file."""
 
     file: Path
@@ -72,7 +72,7 @@ class Head:
     size_bytes: int  # offset of the first tensor, in bytes from the beginning of the file
 
 
-def read_head(file: Path, *, texts: bool = True) -> Head:
+def read_head(file: Path, *, texts: bool = True) -> FileHead:
     """Return a GGUF file's head, with its vocabulary if `texts`; `CheckpointError` if it is
     damaged."""
     try:
@@ -98,7 +98,7 @@ class _Reader:
         self._wants_texts = texts
         self._place = len(MAGIC)
 
-    def head(self, identity: Identity) -> Head:
+    def head(self, identity: Identity) -> FileHead:
         version = self._number("<I")
         if version not in VERSIONS:
             self._refuse_version(version)
@@ -125,7 +125,7 @@ class _Reader:
             if offset % alignment:
                 self._refuse(f"tensor {name[:100]} begins at {offset}, not at a whole {alignment}")
             found[name] = Place(name, shape, kind, begin + offset)
-        return Head(self._file, identity, facts, tuple(found.values()), min(begin, self._size))
+        return FileHead(self._file, identity, facts, tuple(found.values()), min(begin, self._size))
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text("the name of a tensor", LONGEST_NAME)

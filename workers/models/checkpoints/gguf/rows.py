@@ -34,15 +34,15 @@ class InFile:
     def whole(self) -> Tensor:
         """Return all rows, uint8 [rows, bytes]; `CheckpointError` if unreadable, or for NaN and
         infinity."""
-        return self._piece(0, self.shape[0], Memory())
+        return self._piece(0, self.shape[0], InMemory())
 
     def pieces(self) -> Callable[[int, int], Tensor]:
         """Return a reader of `count` rows from `first`, for any thread; a thread's next piece
         reuses memory."""
-        memory = Memory()
+        memory = InMemory()
         return lambda first, count: self._piece(first, count, memory)
 
-    def _piece(self, first: int, count: int, memory: "Memory") -> Tensor:
+    def _piece(self, first: int, count: int, memory: "InMemory") -> Tensor:
         if self.order is None:
             return self._run(first, count, memory)
         places = self.order[first : first + count]
@@ -58,7 +58,7 @@ class InFile:
         order = places if self.order is None else self.order[places]
         return replace(self, shape=(len(places), self.shape[1]), order=order)
 
-    def _run(self, first: int, count: int, memory: "Memory") -> Tensor:
+    def _run(self, first: int, count: int, memory: "InMemory") -> Tensor:
         """Rows that are consecutive in the file."""
         width = self.shape[1]
         content = memory.take(count * width).view(count, width)
@@ -70,7 +70,7 @@ class InFile:
         return content.view(count, len(self.blocks), -1)[:, self.blocks].flatten(1)
 
 
-class Memory(threading.local):
+class InMemory(threading.local):
     """Memory of each thread, reused for one piece after the other."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.kernels.exact import log
-from dovetail.workers.models.checkpoints.digests import Part, Source
+from dovetail.workers.models.checkpoints.digests import DigestSource, FilePart
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
@@ -28,7 +28,7 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
     one_of,
     placed_in,
 )
-from dovetail.workers.models.checkpoints.gguf.reader import Head
+from dovetail.workers.models.checkpoints.gguf.reader import FileHead
 from dovetail.workers.models.checkpoints.gguf.rows import Content, InFile, Pile, Rows
 from dovetail.workers.models.checkpoints.gguf.unpacking import UNPACK, unpacked
 from dovetail.workers.models.checkpoints.stored import Stored
@@ -161,23 +161,23 @@ def stored_in(model: Model) -> dict[str, Stored]:
     return {name: _stored(placed) for name, placed in placed_in(model).items()}
 
 
-def source_of(head: Head) -> Source:
+def source_of(head: FileHead) -> DigestSource:
     """Return a file's parts for its digest: head, tensors in order, and gaps."""
     try:
         with head.file.open("rb") as file:
             content = file.read(head.size_bytes)
     except OSError as error:
         raise unreadable(head.file, error) from None
-    parts, end = list[Part](), len(content)
+    parts, end = list[FilePart](), len(content)
     for place in sorted(head.tensors, key=lambda place: place.offset):
         parts += _gap(end, place.offset)
-        parts.append(Part(place.name, KINDS[place.kind].name, place.size_bytes))
+        parts.append(FilePart(place.name, KINDS[place.kind].name, place.size_bytes))
         end = place.offset + place.size_bytes
-    return Source(head.file, head.identity, content, [*parts, *_gap(end, head.identity.size)])
+    return DigestSource(head.file, head.identity, content, [*parts, *_gap(end, head.identity.size)])
 
 
-def _gap(begin: int, end: int) -> list[Part]:
-    return [Part("", "", end - begin)] if end > begin else []
+def _gap(begin: int, end: int) -> list[FilePart]:
+    return [FilePart("", "", end - begin)] if end > begin else []
 
 
 def _stored(placed: Placed) -> Stored:

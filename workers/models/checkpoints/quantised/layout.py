@@ -24,7 +24,7 @@ BESIDE = (
 """Suffixes of parameters of activations and caches, which are not quantised here."""
 
 
-class Place(Protocol):
+class PartPlace(Protocol):
     """A tensor of a checkpoint."""
 
     @property
@@ -36,7 +36,7 @@ class Place(Protocol):
         """Return its shape."""
 
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=PartPlace)
 Parts = Mapping[str, tuple[str, P]]  # a part of a matrix (codes, scales, zeros) -> name and place
 
 

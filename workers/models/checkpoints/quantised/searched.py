@@ -21,7 +21,7 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, load_tens
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.checkpoints.gguf.rows import Rows
 from dovetail.workers.models.checkpoints.loader import Skeleton
-from dovetail.workers.models.checkpoints.pieces import Unread
+from dovetail.workers.models.checkpoints.pieces import UnreadStack
 from dovetail.workers.models.checkpoints.quantised.stacks import Stack, check_of
 from dovetail.workers.models.families.matrices import (
     expert_layouts,
@@ -84,7 +84,7 @@ class Searched:
             count_bytes(self._tensors[stored].size_bytes)
         return Rows(kind, content)
 
-    def experts(self, name: str) -> Unread:
+    def experts(self, name: str) -> UnreadStack:
         """Return a stack's experts, to be read one by one, as blocks if possible."""
         assert self._skeleton.experts is not None
         own, layout = self._skeleton.experts(name), self.layouts[name]
@@ -100,7 +100,7 @@ class Searched:
             stored_bytes=count * own.size_bytes,
             not_kept=_not_kept,
         )
-        return Unread(
+        return UnreadStack(
             lambda index: layout.stored(Rows(kind, stack.content(index)).numbers()),
             own.size_bytes if self._folder is None else 0,  # which are counted as they are read
             lambda index: [Rows(kind, stack.content(index))],

@@ -23,7 +23,7 @@ from dovetail.workers.models.checkpoints.stored import Stored
 
 
 @dataclass(frozen=True)
-class Coded(Stored):
+class CodedTensor(Stored):
     """[out, in] or [experts, out, in] of codes and scales; `kind` and `shape` are the numbers'."""
 
     scheme: Scheme
@@ -104,11 +104,11 @@ def decoded(content: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[s
     return {**plain, **{name: _coded(scheme, matrix) for name, matrix in found.items()}}
 
 
-def _coded(scheme: Scheme, matrix: Matrix[Stored]) -> Coded:
+def _coded(scheme: Scheme, matrix: Matrix[Stored]) -> CodedTensor:
     first = matrix.parts[matrix.main][1]
     size = sum(stored.size_bytes for _, stored in matrix.parts.values())
     plain = (first.file, "F32", matrix.shape, first.offset, size, first.identity)
-    return Coded(*plain, scheme, matrix.parts)
+    return CodedTensor(*plain, scheme, matrix.parts)
 
 
 def _wide(scales: Tensor, dimensions: int) -> Tensor:
