@@ -74,8 +74,7 @@ async def passed(count: int, requests: int, chunks: int, together: int) -> float
     async with replicas_of(count, chunks) as urls:
         with started("router", *(f"--connect={url}" for url in urls)) as router:
             port = int(router.url.rpartition(":")[2])
-            # its first look was while this loop stood still
-            while not await serves(port):  # noqa: ASYNC110 - it is another process
+            while not await serves(port):  # noqa: ASYNC110 - another process, which looks first now
                 await asyncio.sleep(LOOK_EVERY_S)
             await load(port, together * 4, together)
             before = psutil.Process(router.pid).cpu_times()
