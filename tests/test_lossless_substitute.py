@@ -225,12 +225,11 @@ def test_a_draft_that_shares_is_of_a_substitute(tmp_path: Path) -> None:
         ),
         (
             {**SUBSTITUTE, "draft.model": str(tmp_path)},
-            "draft.kind = 'substitute' is made of the target, and draft.model names",
+            "draft.kind = 'substitute' is made of the target: leave draft.model .* out",
         ),
         (
             {**SUBSTITUTE, "draft.weights": "fp16"},
-            "draft.weights = 'fp16' is not a type of a substitute's weights: use int8, int4, int3 "
-            "or int2",
+            "draft.weights = 'fp16': a substitute has int8, int4, int3 or int2",
         ),
         (
             {**SHARED, "target.device": "cuda:0"},

@@ -358,7 +358,7 @@ def test_a_machine_takes_what_its_bandwidth_and_arithmetic_allow(tmp_path: Path)
     head = 2 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 4096**2 + 4096 * 32000
     assert costs.t_d.at(10) == pytest.approx(2 * head / 200e9 + 250e-6)
     assert (costs.messages.hop_s, costs.messages.coordinator_s) == pytest.approx((3e-6, 4e-6))
-    with pytest.raises(UserError, match="has no figures for int8: choose fp32"):
+    with pytest.raises(UserError, match="has no figures for int8 weights: choose fp32"):
         placed_costs(read_machine(str(file)), read_size("7B"), "int8")
 
 

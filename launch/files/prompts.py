@@ -57,7 +57,8 @@ def _prompt(where: str, line: str) -> Prompt:
     try:
         content: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON ({error.msg}, column {error.colno})") from None
+        what = f"is not JSON ({error.msg}, column {error.colno})"
+        raise UserError(f"{where} {what}: {REMEDY}") from None
     except ValueError as error:  # a number of more digits than Python reads
         raise UserError(f"{where} has a number that is too long: {REMEDY}") from error
     except RecursionError:

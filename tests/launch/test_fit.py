@@ -18,7 +18,7 @@ from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room
 from dovetail.protocol.settings import Settings
-from dovetail.workers.models import memory
+from dovetail.workers.models.checkpoints import loader
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.footprint import PROCESS_BYTES, read_tensors
 from dovetail.workers.models.loading import against_device, load_language_model
@@ -278,11 +278,9 @@ def test_what_transformers_rearranges_is_refused_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_llama(tmp_path / "llama")
-    monkeypatch.setattr(memory, "read_room", lambda: Room(1000, "available on this machine"))
+    monkeypatch.setattr(loader, "read_room", lambda: Room(1000, "available on this machine"))
     load_language_model(str(folder), weights="fp32", device="cpu")
-    monkeypatch.setattr(
-        "dovetail.workers.models.checkpoints.loader._maps_one_to_one", lambda *_: False
-    )
+    monkeypatch.setattr(loader, "_maps_one_to_one", lambda *_: False)
     with pytest.raises(
         CheckpointError,
         match=r"all of it as float32 takes .* GB of memory while it is loaded, and there are "

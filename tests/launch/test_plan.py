@@ -207,7 +207,7 @@ def test_of_a_target_with_experts_a_pass_reads_those_that_its_rows_choose(
     assert found["origins"]["experts of a pass"] == independent
     refused = invoke("plan", *asked, "--draft", "substitute")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "layers with experts are computed operation by operation" in refused.stderr
+    assert "substitute is not planned on a GPU with layers that have experts" in refused.stderr
 
 
 def test_a_gguf_file_that_is_not_here_is_planned_by_its_size(

@@ -441,11 +441,11 @@ def test_a_worker_is_named_by_its_name_or_its_pid() -> None:
     [
         (
             ["--role=draft", "--draft=ngram", "--weights=int8"],
-            "--target.weights is a setting of a target, and --role draft starts none",
+            "--target.weights is a setting of a target, not of a draft",
         ),
         (
             ["--role=target", "--draft.device=cpu"],
-            "--draft.device is a setting of a draft, and --role target starts none",
+            "--draft.device is a setting of a draft, not of a target",
         ),
     ],
 )

@@ -316,7 +316,7 @@ def test_two_processes_train_one_head(tokens: Path, tmp_path: Path) -> None:
     ("otherwise", "complaint"),
     [
         ({"data": ()}, "give either --data FILE, or --features DIR"),
-        ({"features": Path("somewhere")}, "one of them"),
+        ({"features": Path("somewhere")}, "^give either --data FILE, or --features DIR"),
         ({"draft_vocabulary": 5000}, "more than the target's 4096"),
         ({"processes": 2}, r"pip install 'dovetail\[train\]'"),
     ],

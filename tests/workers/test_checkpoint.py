@@ -245,6 +245,19 @@ def test_angles_that_grow_beyond_the_context_are_those_of_transformers_within_it
     torch.testing.assert_close(found, reference_logits(folder, tokens), rtol=1e-4, atol=1e-4)
 
 
+def test_remote_code_is_neither_run_nor_asked_about(folder: Path) -> None:
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    edit_json(
+        folder / "config.json",
+        model_type="evil",
+        auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    )
+    assert (
+        "model type 'evil' needs its own program code (auto_map names 'evil.Config'), which "
+        "is never run" in refusal(folder)
+    )
+
+
 @pytest.mark.parametrize("source", ["", "/no/such/folder", "./no-such-folder", "a/b/c/d", "../x"])
 def test_what_is_neither_folder_nor_hub_id_is_refused(source: str) -> None:
     with pytest.raises(CheckpointError):

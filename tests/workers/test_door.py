@@ -209,7 +209,7 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(folder: Path, damage: str) 
     ("name", "words"),
     [
         ("model-q4.gguf", "is no GGUF file"),
-        ("model.safetensors", "is one file of a model; name the folder"),
+        ("model.safetensors", "is one file of a model; name its folder"),
         ("config.json", "is a file; a model is"),
     ],
 )

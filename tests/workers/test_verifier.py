@@ -444,7 +444,7 @@ def test_a_session_whose_keys_and_values_do_not_fit_into_memory_is_refused_and_h
     log = open_session(verifier)  # 60 tokens and a tree of 12
     with pytest.raises(
         RequestError,
-        match=r"keys and values of 72 tokens take .* GB, open sessions may take .* more, and "
+        match=r"keys and values of 72 tokens take .* GB, open sessions may take .* more, but "
         r"there are .* left in a test",
     ) as caught:
         open_session(verifier, 2)
