@@ -143,9 +143,9 @@ class CommandSender:
             self._acts.broken(running, error)
 
     def can_draft(self, running: RunningRequest) -> bool:
-        """Return whether a session is drafted for while drafting is on. If the draft has not
-        prefilled its prompt, it is not if so many sessions are about to run that drafting will
-        stop, or if the rest of the reply would not pay for the prefill."""
+        """Return whether a session is drafted for while drafting is on. A session
+        whose prompt the draft has not prefilled is not if drafting will stop because of the number
+        of sessions about to run, or if the rest of the reply would not pay for the prefill."""
         if running.draft is None or running.session.number not in running.draft.turns.postponed:
             return True
         begins = running.session.round <= 1

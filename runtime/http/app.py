@@ -154,9 +154,9 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = _most_telling(error.errors())
+        first, *others = _most_telling(error.errors())
         field = place(first["loc"])
-        text = _no_object(request, first) if field is None else f"{field}{complaint(first)}"
+        text = _no_object(request, first) if field is None else f"{field}{complaint(first, others)}"
         return json_response(ApiError(400, text, param=field).body, 400)
 
     @app.exception_handler(HTTPException)
@@ -192,8 +192,16 @@ def _no_object(request: Request, error: Any) -> str:
     return f"the body came {found}: send it with Content-Type: application/json"
 
 
-def _most_telling(errors: Sequence[Any]) -> Any:
+def _most_telling(errors: Sequence[Any]) -> list[Any]:
     """Return the most specific error about the first wrong field, preferably one about a value of
-    the right type."""
-    same = (error for error in errors if error["loc"][:2] == errors[0]["loc"][:2])
-    return max(same, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
+    the right type, and behind it those of other branches about the same value. Of branches for
+    lists the one with the most right items is the most specific."""
+    same = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+
+    def rank(error: Any) -> tuple[bool, int, list[int]]:
+        loc = error["loc"]
+        return not error["type"].endswith("_type"), len(loc), [i for i in loc if type(i) is int]
+
+    best = max(same, key=rank)
+    at = place(best["loc"])
+    return [best, *(other for other in same if other is not best and place(other["loc"]) == at)]

@@ -130,6 +130,7 @@ def of_failure(failed: Failed) -> ApiError:
 
 
 KINDS = {
+    "finite": "a finite number",
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
@@ -144,8 +145,9 @@ KINDS = {
 MOST_SHOWN = 40
 
 
-def complaint(error: Mapping[str, Any]) -> str:
-    """Return what follows a field's name: the problem, the value, and the remedy."""
+def complaint(error: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return what follows a field's name: the problem, the value, and the remedy. `others`: errors
+    of the same value in other branches of a union."""
     kind, context = str(error["type"]), error.get("ctx", {})
     shown = f" is {_shown(error.get('input'))}"
     bounds = {
@@ -171,13 +173,16 @@ def complaint(error: Mapping[str, Any]) -> str:
         return f"{shown}: send {context['expected']}"
     if kind == "string_pattern_mismatch":
         return f" has {_shown(error.get('input'))}: send what fits {context['pattern']}"
-    wanted = "a finite number" if kind == "finite_number" else None
-    wanted = wanted or KINDS.get(kind.removesuffix("_type").removesuffix("_parsing"))
-    if kind == "int_from_float":
-        wanted = KINDS["int"]
-    if wanted is not None:
-        return f"{shown}: send {wanted}"
+    if _wanted(kind):
+        *most, last = dict.fromkeys(filter(None, (_wanted(e["type"]) for e in (error, *others))))
+        return f"{shown}: send {', '.join(most)}{' or ' if most else ''}{last}"
     return f": {str(error['msg']).removeprefix('Value error, ')}"
+
+
+def _wanted(kind: str) -> str | None:
+    """Return what a field takes whose value has the wrong type."""
+    kind = {"finite_number": "finite", "int_from_float": "int"}.get(kind, kind)
+    return KINDS.get(kind.removesuffix("_type").removesuffix("_parsing"))
 
 
 def _exact(bound: float) -> float:

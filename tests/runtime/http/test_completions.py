@@ -463,6 +463,22 @@ def test_what_a_text_cannot_have_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, "a"], 'prompt[1] is "a": send a whole number'),
+        (["a", 1], "prompt[1] is 1: send a string"),
+        ([[1], [2, "a"]], 'prompt[1][1] is "a": send a whole number'),
+        ([1.5], "prompt[0] is 1.5: send a string, a whole number or a list"),
+        ({"a": 1}, 'prompt is {"a": 1}: send a string or a list'),
+    ],
+)
+def test_of_a_value_that_has_several_forms_the_wrong_part_is_named_with_what_it_may_be(
+    server: Api, prompt: Any, message: str
+) -> None:
+    assert server.refusal(TEXTS, {"prompt": prompt})["message"] == message
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",
