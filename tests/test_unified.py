@@ -245,8 +245,12 @@ def test_over_tcp_it_has_the_keys_of_both_roles(tmp_path: Path) -> None:
     for name in ("target.key", "draft.key", "coordinator.pub"):
         shutil.copy2(keys / name, own / name)
     with Supervisor() as supervisor:
-        address = supervisor.start_hub(
-            "coordinator", ["coordinator", "--listen=tcp://127.0.0.1:*", f"--keys={keys}"]
+        address = supervisor.await_address(
+            supervisor.start(
+                "coordinator",
+                ["coordinator", "--listen=tcp://127.0.0.1:*", f"--keys={keys}"],
+                reads=True,
+            )
         )
         flags = as_flags({**models_at("32MiB", "substitute"), "draft.share": "true"})
         child = supervisor.start(

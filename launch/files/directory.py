@@ -218,7 +218,7 @@ def remove_old_journals(folder: Path, keep_s: float) -> None:
 
 def writable_profile_path() -> Path | None:
     """The profile file if it is writable, its folders created; None if not, as in many containers:
-    everything is then measured anew each time."""
+    everything is then measured at each start."""
     path = profile_path()
     if not path.is_absolute():
         return None

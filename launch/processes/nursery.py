@@ -65,7 +65,7 @@ def main() -> None:
         pid = _grandchild()
         if not pid:
             talk.close()
-            return become([*json.loads(said), sys.argv[-1]], *descriptors, anew=threads > 1)
+            return become([*json.loads(said), sys.argv[-1]], *descriptors, execute=threads > 1)
         for descriptor in descriptors:
             os.close(descriptor)
         talk.send(str(pid).encode())
@@ -109,13 +109,13 @@ def _grandchild() -> int:
     return 0
 
 
-def become(arguments: Sequence[str], stdin: int, stderr: int, *, anew: bool) -> None:
+def become(arguments: Sequence[str], stdin: int, stderr: int, *, execute: bool) -> None:
     """Run a command in this process, which was forked for it, with these descriptors instead of the
-    inherited ones; `anew`: as a new program."""
+    inherited ones; `execute`: as a new program."""
     for number, descriptor in ((0, stdin), (2, stderr)):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    if anew:
+    if execute:
         os.execv(sys.executable, [sys.executable, "-P", "-m", COMMAND, *arguments])
     sys.argv = ["dovetail", *arguments]
     importlib.import_module(COMMAND).main()

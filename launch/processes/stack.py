@@ -76,11 +76,11 @@ def begin_stack(
     *,
     layout: CoreLayout | None = None,
     prefix: str = "",
-    anew: bool = False,
+    measures: bool = False,
 ) -> Callable[[], Stack]:
     """Begin to start the processes of these settings; return a function that waits for the start.
-    They are not restarted, and keep no journal unless the settings ask. `anew`: without a prefix
-    cache, for measurements. A process without a spinner's threads can fork, which is faster."""
+    They are not restarted, and keep no journal unless the settings ask. `measures`: without a
+    prefix cache. A process without a spinner's threads can fork, which is faster."""
     check_stack(configuration)
     layout = layout or layout_of(configuration.settings)
     alone = ("coordinator.recovery_s", "0"), ("coordinator.journal", "off")
@@ -88,7 +88,7 @@ def begin_stack(
     flags = [
         *coordinator_arguments(configuration),
         *waits,
-        *(["--coordinator.reuse=false"] if anew else []),
+        *(["--coordinator.reuse=false"] if measures else []),
     ]
     commands = {}
     for role in processes_of(configuration.settings):

@@ -264,24 +264,11 @@ class Supervisor(Unwinding):
             child.process.stdin.write(f"{line}\n".encode())
             child.process.stdin.close()
 
-    def start_coordinator(
-        self, cores: Sequence[int], name: str = "coordinator", *, flags: Sequence[str] = ()
-    ) -> str:
-        """Start a coordinator on a private ipc address, and return the address. `flags`: settings
-        of its section except address and keys."""
-        return self.await_address(self.begin_coordinator(cores, name, flags=flags))
-
     def begin_coordinator(
         self, cores: Sequence[int], name: str, *, flags: Sequence[str] = ()
     ) -> Child:
         where = ["--listen=ipc", f"--cores={format_numbers(cores)}"]
         return self.start(name, ["coordinator", *flags, *where], reads=True)
-
-    def start_hub(
-        self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli"
-    ) -> str:
-        """Start a process that listens at a private ipc address and then prints it on stdout."""
-        return self.await_address(self.start(name, arguments, module=module, reads=True))
 
     def await_address(self, child: Child) -> str:
         """Wait until a process prints its address on stdout."""

@@ -50,7 +50,7 @@ def own_run(
     supervisor = owned.enter_context(Supervisor())
     with spinner() as say:
         say("starting")
-        stack = start_stack(supervisor, configuration, layout=layout, anew=True)
+        stack = start_stack(supervisor, configuration, layout=layout, measures=True)
         state = wait_until_ready(supervisor, stack, say)
     connection = Connection(owned.enter_context(stack.connect()), state, stack)
     watch = Watch(owned.enter_context(stack.connect()), _samplers(state))

@@ -162,7 +162,7 @@ class Describe(Message):
 
 
 class Stop(Message):
-    """A client tells the coordinator to finish running requests, drain its workers and end."""
+    """A client asks the coordinator to finish running requests, drain its workers and end."""
 
     type: Literal["stop"] = "stop"
 

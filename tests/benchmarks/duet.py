@@ -73,7 +73,7 @@ class Duet:
     ) -> Reply:
         """Decode one reply. It ends with an end token or with `max_tokens`.
 
-        `drafting`: what the draft is told of the sampling, if that is another.
+        `drafting`: the sampling that the draft receives, if it differs.
         """
         session, reads = next(self._sessions), self.draft.hello(0).reads
         capacity = min(self.context, len(prompt) + max_tokens)

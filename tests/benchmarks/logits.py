@@ -128,7 +128,7 @@ def _widest_lead(found: Logits, theirs: Logits) -> float:
 
 
 def spread(prompts: Sequence[str], count: int) -> list[str]:
-    """Return so many of the prompts, evenly from all of them."""
+    """Return `count` prompts at even distances."""
     return list(prompts[:: max(1, len(prompts) // count)][:count])
 
 

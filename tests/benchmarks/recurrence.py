@@ -26,10 +26,11 @@ from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
-from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, Norm, lay_paths, new_cache
+from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, Norm, new_cache
 from dovetail.workers.kernels.states import ScanPlan, ScanRule
 from dovetail.workers.models.recurrent.states import RecurrentStates
 from dovetail.workers.models.segment import PROMPT_ROWS
+from support.kernels import lay_paths
 
 BEHIND = PROMPT_ROWS
 """Rows before a tree."""

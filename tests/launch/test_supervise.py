@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,12 @@ from support.patience import PATIENCE_S
 
 Start = Callable[..., subprocess.Popen[str]]
 
+
+def start_coordinator(supervisor: Supervisor, cores: Sequence[int]) -> str:
+    """Start a coordinator on these cores, and return its address."""
+    return supervisor.await_address(supervisor.begin_coordinator(cores, "coordinator"))
+
+
 PARENT = (
     sys.executable,
     "-P",
@@ -32,8 +38,8 @@ import os, signal
 from dovetail.launch.processes.supervise import Supervisor
 cores = (min(os.sched_getaffinity(0)),)
 with Supervisor() as supervisor:
-    supervisor.start_coordinator(cores)
-    supervisor.start_coordinator(cores)
+    supervisor.await_address(supervisor.begin_coordinator(cores, "coordinator"))
+    supervisor.await_address(supervisor.begin_coordinator(cores, "coordinator"))
     print(*(child.process.pid for child in supervisor.children), flush=True)
     signal.pause()
 """,
@@ -48,7 +54,7 @@ from dovetail.launch.processes import supervise
 supervise.ORPHANED_S = 1.0
 deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 with supervise.Supervisor() as supervisor:
-    address = supervisor.start_coordinator((min(os.sched_getaffinity(0)),))
+    address = supervisor.await_address(supervisor.begin_coordinator([min(os.sched_getaffinity(0))], "coordinator"))
     hung = supervisor.start_command("hung process", [sys.executable, "-c", deaf], reads=True)
     hung.process.stdout.readline()
     supervisor.start_command("process that starts", [sys.executable, "-c", "import time; time.sleep(600)"])
@@ -135,7 +141,7 @@ def test_a_process_title_is_cut_to_the_length_of_the_command_line(before: str) -
 
 def test_leaving_the_block_ends_everything_and_removes_what_was_left(temporary: Path) -> None:
     with Supervisor() as supervisor:
-        address = supervisor.start_coordinator(CORES)
+        address = start_coordinator(supervisor, CORES)
         pids = [child.process.pid for child in supervisor.children]
         assert Path(address.removeprefix("ipc://")).exists()
     assert_gone(pids)
@@ -147,7 +153,7 @@ def test_an_exception_ends_everything_too(temporary: Path) -> None:
 
     def fail() -> None:
         with supervisor:
-            supervisor.start_coordinator(CORES)
+            start_coordinator(supervisor, CORES)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -158,7 +164,7 @@ def test_an_exception_ends_everything_too(temporary: Path) -> None:
 
 def test_what_a_killed_coordinator_left_is_removed(temporary: Path) -> None:
     with Supervisor() as supervisor:
-        supervisor.start_coordinator(CORES)
+        start_coordinator(supervisor, CORES)
         supervisor.children[0].process.kill()
         supervisor.children[0].process.wait()
         assert [*temporary.iterdir()] != []
@@ -190,7 +196,7 @@ def test_a_child_has_as_long_to_end_as_it_is_given(
 def test_a_child_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "GRACE_S", 0.2)
     with Supervisor() as supervisor:
-        supervisor.start_coordinator(CORES)
+        start_coordinator(supervisor, CORES)
         process = supervisor.children[0].process
         process.send_signal(signal.SIGSTOP)
     assert process.returncode == -signal.SIGKILL

@@ -106,8 +106,10 @@ class AssistedPeer(Engine):
             f"--cores={format_numbers(self.cores)}",
             *configuration.arguments("target", "draft"),
         )
-        address = supervisor.start_hub(f"{ASSISTED}: transformers", arguments, module=MODULE)
-        self._child = supervisor.children[-1]
+        self._child = supervisor.start(
+            f"{ASSISTED}: transformers", arguments, module=MODULE, reads=True
+        )
+        address = supervisor.await_address(self._child)
         self._link: Link = open_link(address, role="client")
         self.identity = f"transformers {importlib.metadata.version('transformers')}"
         self.thread_counts = near_the_fastest(

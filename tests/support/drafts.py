@@ -270,7 +270,7 @@ class Scene:
         else:
             for session in self.sessions:
                 for _ in range(2):
-                    self.engine.grow_ahead(session)
+                    self.engine.grow_all_ahead([session])
 
 
 def still() -> int:

@@ -501,7 +501,7 @@ def test_whatever_grew_ahead_and_wherever_the_root_moves_the_tree_is_that_of_a_f
         proposal.tree.check(VOCABULARY)
         check_against_a_fresh_session(llama, session, sampling)
         for _ in range(int(random.integers(6))):  # wherever it is interrupted
-            engine.grow_ahead(session)
+            engine.grow_all_ahead([session])
         check_against_a_fresh_session(llama, session, sampling)
         accepted, bonus, more = verdict(session, proposal.tree, random)
 
@@ -522,7 +522,7 @@ def test_growth_ahead_takes_what_is_likeliest_to_be_used_and_offers_it_next_time
             assert (proposal.grown, len(proposal.tree)) == (0, SHAPE.nodes)
         for ahead in range(2):
             left = session.tree.expandable(99, 1e-3)
-            if not engine.grow_ahead(session):
+            if not engine.grow_all_ahead([session]):
                 assert ahead, "with one pass there is time for another, and much to do"
                 break
             taken, others = (
@@ -549,7 +549,7 @@ def test_no_pass_ahead_begins_that_would_keep_the_next_order_waiting_unless_it_i
     for now[0], begins in ((189, True), (191, False), (150, False)):
         engine._times = engine._ahead._times = PassTimes()
         engine._times.add(1, 10)
-        assert engine.grow_ahead(session) == begins
+        assert bool(engine.grow_all_ahead([session])) == begins
 
 
 def test_a_tree_that_survived_is_offered_without_the_passes_that_hardly_matter(
@@ -562,7 +562,7 @@ def test_a_tree_that_survived_is_offered_without_the_passes_that_hardly_matter(
         engine = drafter(llama, lambda: 0, ahead=True)
         session = opened(engine, tree=TREE.model_copy(update={"sharpening": 0.2}))
         first = engine.draft(session, (), 2, SHAPE, ahead=ahead)
-        while engine.grow_ahead(session):
+        while engine.grow_all_ahead([session]):
             pass
         best = int(
             session.tree.tokens[int(np.argmax(session.tree.scores[session.tree.parents == ROOT]))]
@@ -582,7 +582,7 @@ def test_a_token_that_was_hidden_from_the_policy_is_a_hit_and_what_grew_below_it
         Shape(12, 4, 2),
     )
     first = engine.draft(session, (), 2, narrow, ahead=True)
-    while engine.grow_ahead(session):
+    while engine.grow_all_ahead([session]):
         pass
     tree = session.tree
     unseen = next(
@@ -602,20 +602,20 @@ def test_growth_ahead_goes_on_only_where_it_was_ordered_and_until_its_rows_are_u
     session = opened(
         engine, tree=TreeSettings(policy="dynamic", gamma=4, depth=2, width=2), capacity=40
     )
-    assert not engine.grow_ahead(session)
+    assert not engine.grow_all_ahead([session])
     engine.draft(session, (), 2, Shape(4, 2, 4), ahead=False)
-    assert not engine.grow_ahead(session)
+    assert not engine.grow_all_ahead([session])
     engine.draft(session, (), 3, Shape(4, 2, 4), ahead=True)
     passes = 0
-    while engine.grow_ahead(session):
+    while engine.grow_all_ahead([session]):
         passes += 1
     assert session.tree.rows_used == session.rows_ahead == 8 * 4
-    assert not engine.grow_ahead(session)
+    assert not engine.grow_all_ahead([session])
     later = engine.draft(session, (), int(session.tree.tokens[0]), Shape(4, 2, 4))
     assert later.ahead > 4 * passes
     assert len(later.passes) >= passes > 4
     assert all(1 <= rows <= 4 for rows, _ in later.passes)
-    assert not engine.grow_ahead(session)
+    assert not engine.grow_all_ahead([session])
 
 
 def test_what_is_drawn_at_random_never_grows_ahead(llama: LanguageModel) -> None:
@@ -627,7 +627,7 @@ def test_what_is_drawn_at_random_never_grows_ahead(llama: LanguageModel) -> None
     session = opened(engine, sampling=sampling, tree=tree)
     proposal = engine.draft(session, (), 2, SHAPE, price=Price(rate=1e9, floor=0.5), ahead=True)
     assert len(proposal.tree) > 4
-    assert not engine.grow_ahead(session)
+    assert not engine.grow_all_ahead([session])
     assert engine.draft(session, (), proposal.tree.tokens[0], SHAPE).hit is False
 
 
@@ -642,7 +642,7 @@ def test_ahead_too_no_level_is_drafted_that_the_sequence_or_the_context_has_no_p
         session = opened(engine, capacity=capacity)
         for token in range(6):
             engine.draft(session, (), token, Shape(4, 1, 3), ahead=True)
-            while engine.grow_ahead(session):
+            while engine.grow_all_ahead([session]):
                 pass
             reach = min(capacity - len(session.log) - 1, session.room - len(session.log) + 1)
             assert max(session.tree.levels, default=0) == max(reach, 0)
@@ -660,12 +660,12 @@ def test_a_pass_ahead_that_fails_leaves_the_tree_as_it_was(
     engine = drafter(llama, ahead=True)
     session = opened(engine)
     proposal = engine.draft(session, (), 2, SHAPE, ahead=True)
-    engine.grow_ahead(session)
+    engine.grow_all_ahead([session])
     with monkeypatch.context() as patch:
         patch.setattr(llama, "forward", fail)
         with nullcontext() if error is MemoryError else pytest.raises(error):
-            engine.grow_ahead(session)
-    assert not engine.grow_ahead(session)
+            engine.grow_all_ahead([session])
+    assert not engine.grow_all_ahead([session])
     check_against_a_fresh_session(llama, session, GREEDY)
     path = proposal.tree.path(len(proposal.tree) - 1)
     assert engine.draft(session, path, 5, SHAPE, ahead=True).ahead > 0

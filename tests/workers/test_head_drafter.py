@@ -672,7 +672,7 @@ def rounds_ahead(story: Story, seed: int, rounds: int, after: Callable[[], None]
         hits += proposal.hit
         after()
         for _ in range(int(random.integers(5))):
-            story.engine.grow_ahead(story.session)
+            story.engine.grow_all_ahead([story.session])
         after()
         accepted, bonus, more = verdict(story, proposal, random)
     return hits
@@ -790,7 +790,7 @@ def test_in_a_sliding_window_too(head: Head, monkeypatch: pytest.MonkeyPatch) ->
         check_window(story)
         followed._check_rows()
         for _ in range(4):
-            story.engine.grow_ahead(session)
+            story.engine.grow_all_ahead([session])
         followed._check_rows()
         bonus = int(session.tree.tokens[0])
     assert hits > 20
@@ -807,7 +807,7 @@ def test_what_was_foretold_is_computed_when_something_below_it_is_to_be_used(
     foretold = np.flatnonzero(tree.rows == FORETOLD)
     assert len(foretold)
     offered = [tree.path_tokens(node) for node in story.session.offered]
-    while story.engine.grow_ahead(story.session):
+    while story.engine.grow_all_ahead([story.session]):
         pass
     assert (tree.rows[foretold] >= 0).all()
     assert tree.levels.max() > SMALL.depth
@@ -838,7 +838,7 @@ def test_orders_that_stop_to_ask_for_growth_ahead_find_no_child_twice(
         tree = story.session.tree
         pairs = [*zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)]
         assert len(pairs) == len({*pairs})
-        while story.session.waiting_time.ahead and story.engine.grow_ahead(story.session):
+        while story.session.waiting_time.ahead and story.engine.grow_all_ahead([story.session]):
             pass
         bonus = int(tree.tokens[0])
     assert kept
@@ -867,10 +867,10 @@ def test_a_pass_ahead_that_fails_leaves_the_tree_and_the_features_as_they_were(
         with monkeypatch.context() as patch:
             patch.setattr(head, "forward", fail)
             with pytest.raises(ArithmeticError):
-                story.engine.grow_ahead(story.session)
+                story.engine.grow_all_ahead([story.session])
         story.session.waiting_time.done = False
-        assert story.engine.grow_ahead(story.session)
-    assert story.engine.grow_ahead(story.session)
+        assert story.engine.grow_all_ahead([story.session])
+    assert story.engine.grow_all_ahead([story.session])
     story.check(SMALL)
     story.draft((), int(story.session.tree.tokens[0]), SMALL, ahead=True)
     Followed(story).check()

@@ -27,10 +27,9 @@ from dovetail.workers.kernels.layer_plan import (
     LayerPlan,
     Norm,
     NormKind,
-    lay_paths,
     new_cache,
 )
-from support.kernels import needs_kernels
+from support.kernels import lay_paths, needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_as_before")]
 

@@ -19,7 +19,6 @@ from dovetail.workers.kernels.layer_plan import (
     CacheRows,
     LatentPlan,
     LayerPlan,
-    lay_paths,
     new_cache,
 )
 from dovetail.workers.models.language_model import LanguageModel
@@ -27,7 +26,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import VOCABULARY, write_tiny
 from support.decoded import extend
-from support.kernels import needs_kernels
+from support.kernels import lay_paths, needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_as_before")]
 

@@ -159,7 +159,9 @@ def test_states_are_the_targets_and_rows_behind_them_the_drafts(
     pair = Pair(hybrid, sampling)
     pair.engine.draft(pair.session, (), pair.log[-1], SHAPE)
     missed = [pair.verify(TokenTree())[1] for _ in range(2 * PENDING)]
-    assert not pair.engine.grow_ahead(pair.session)  # the states hold rows it does not know of
+    assert not pair.engine.grow_all_ahead(
+        [pair.session]
+    )  # the states hold rows it does not know of
     proposal = pair.engine.draft(pair.session, (), missed[0], CHAIN, more=missed[1:])
     pair.check()
     assert len(pair.verify(proposal.tree)[0]) == CHAIN.depth
@@ -175,12 +177,12 @@ def check_that_nothing_is_overwritten(model: LanguageModel, sampling: Sampling, 
         hits += proposal.hit
         pair.check()
         for _ in range(rng.randint(0, 3)):
-            pair.engine.grow_ahead(pair.session)
+            pair.engine.grow_all_ahead([pair.session])
         pair.check()
         accepted, bonus = pair.verify(proposal.tree)
         if rng.random() < 0.5:
-            pair.engine.grow_ahead(
-                pair.session
+            pair.engine.grow_all_ahead(
+                [pair.session]
             )  # the verdict is there, and the draft has not been told
         pair.check()
     assert hits
@@ -222,7 +224,7 @@ def test_nothing_grows_ahead_in_a_cache_whose_session_the_target_has_ended(
     pair.open_target(PROMPT)  # the rows behind it may be anybody's by now
     rows = pair.session.tree.rows_used
     before = [cache_row(cache, slot) for slot in range(cache.length, pair.session.first + 1 + rows)]
-    assert not pair.engine.grow_ahead(pair.session)
+    assert not pair.engine.grow_all_ahead([pair.session])
     assert pair.session.tree.rows_used == rows
     assert all(
         torch.equal(row, cache_row(cache, slot))

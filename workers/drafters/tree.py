@@ -107,7 +107,7 @@ class Grower(ABC, Generic[SessionT]):
 
         A tree stops growing after the first pass that ends past the order's deadline, and before
         one that has no rows left or is not worth its price. If `Order.ahead` is set, it continues
-        after the proposal was sent (`grow_ahead`)."""
+        after the proposal was sent (`grow_all_ahead`)."""
         growths: list[Growth[SessionT]] = []
         for place, order in enumerate(orders):
             try:
@@ -164,10 +164,6 @@ class Grower(ABC, Generic[SessionT]):
         )
         session.waiting_time.since_ns = self._clock()
         return proposal
-
-    def grow_ahead(self, session: SessionT) -> bool:
-        """Grow ahead for one session, as `grow_all_ahead` does."""
-        return bool(self.grow_all_ahead([session]))
 
     @torch.inference_mode()
     def grow_all_ahead(self, sessions: Sequence[SessionT]) -> Sequence[int]:

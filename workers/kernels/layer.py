@@ -5,7 +5,8 @@ Build a `DecoderLayer` from a `LayerPlan` once for each layer and a `LayerPass` 
 forward pass, and run every layer on it:
 
     layers = [DecoderLayer(LayerPlan(index=i, ..., qkv=..., down=...)) for i in range(n)]
-    paths = lay_paths(40, [[40], [40, 41], [40, 42]])
+    # a root and its two children behind 40 slots: their paths are [40], [40, 41] and [40, 42]
+    paths = Paths(40, int32([0, 1, 3, 5]), int32([40, 40, 41, 40, 42]))
     rows = LayerPass(positions, [CacheRows(keys, values, start=40, count=3, paths=paths)])
     for layer in layers:  # float32 [rows, hidden], in place; writes keys and values to the caches
         layer.run(rows, hidden)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -361,9 +360,3 @@ def new_cache(
     return keys.view(layers, kv_heads, blocks, key_dim, LANES), values.view(
         layers, kv_heads, blocks * LANES, head_dim
     )
-
-
-def lay_paths(prefix: int, paths: Sequence[Sequence[int]]) -> Paths:
-    """Return the paths of the rows of a segment, one after the other."""
-    offsets = torch.tensor([0, *accumulate(map(len, paths))], dtype=torch.int32)
-    return Paths(prefix, offsets, torch.tensor(list(chain.from_iterable(paths)), dtype=torch.int32))

@@ -4,6 +4,7 @@ kernels'."""
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class Heads:
     latent: int = 0  # numbers of a latent, which begins a key and is the value; 0: no latents
 
 
-class SlotCache:
+class SlotCache(ABC):
     """The common part of caches of all layouts. A `segment.Cache`."""
 
     capacity: int
@@ -45,22 +46,22 @@ class SlotCache:
     states: RecurrentStates | None = None  # the states of layers that have one
 
     @property
+    @abstractmethod
     def row_slots(self) -> int:
         """Return the number of allocated slots."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _row_size(self) -> int:
         """Return the bytes of a row's keys and values in all layers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _move(self, slots: Sequence[int], first: int) -> None:
         """Move the rows of `slots` to the slots from `first` on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _grow(self, capacity: int) -> None:
         """Move the committed rows into memory for `capacity` rows."""
-        raise NotImplementedError
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
         free = range(self.length, self.capacity)
