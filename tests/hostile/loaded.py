@@ -92,5 +92,6 @@ def loading() -> Iterator[Loader]:
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-hostile-")))
         supervisor = opened.enter_context(Supervisor())
-        address = supervisor.start_hub("coordinator", ["coordinator", "--listen=ipc"])
+        child = supervisor.start("coordinator", ["coordinator", "--listen=ipc"], reads=True)
+        address = supervisor.await_address(child)
         yield Loader(folder, opened.enter_context(starting()), address)

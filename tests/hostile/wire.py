@@ -117,8 +117,8 @@ def siege_wire(count: int, seed: int, step: Callable[[int], None]) -> Found:
     found, rng = Found("coordinator over ipc", may_grow_mib=MAY_GROW_MIB), Random(seed)
     stream = hostile(rng, messages.INBOUND, Knowledge())
     with ExitStack() as opened, Supervisor() as supervisor:
-        address = supervisor.start_hub("coordinator", ["coordinator", "--listen=ipc"])
-        (child,) = supervisor.children
+        child = supervisor.start("coordinator", ["coordinator", "--listen=ipc"], reads=True)
+        address = supervisor.await_address(child)
         healthy = Healthy(lambda role: open_link(address, role=role), opened)
         found.look(0.0, child.peak_rss_bytes())
         context = opened.enter_context(zmq.Context())
@@ -148,11 +148,9 @@ def siege_handshakes(count: int, folder: Path, step: Callable[[int], None]) -> F
     generate_keys(folder / "ours")
     generate_keys(folder / "theirs")
     with ExitStack() as opened, Supervisor() as supervisor:
-        address = supervisor.start_hub(
-            "coordinator",
-            ["coordinator", "--listen=tcp://127.0.0.1:*", f"--keys={folder / 'ours'}"],
-        )
-        (child,) = supervisor.children
+        arguments = ["coordinator", "--listen=tcp://127.0.0.1:*", f"--keys={folder / 'ours'}"]
+        child = supervisor.start("coordinator", arguments, reads=True)
+        address = supervisor.await_address(child)
         healthy = Healthy(lambda role: open_link(address, keys=folder / "ours", role=role), opened)
         found.look(0.0, child.peak_rss_bytes())
         context = opened.enter_context(zmq.Context())
