@@ -14,7 +14,7 @@ from dovetail.launch.console.terminal import spinner
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.processes.connection import Connection, ahead_of
-from dovetail.launch.processes.stack import check_stack, layout_of, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import begin_stack, check_stack, layout_of, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.processes.worker import thread_count
 from dovetail.launch.settings.embedded import with_draft
@@ -255,8 +255,8 @@ def _start(
     layout: CoreLayout,
     say: Callable[[str], None],
 ) -> Connection:
-    stack = start_stack(
-        supervisor, method.configuration, layout=layout, prefix=f"{method.name}: ", anew=True
-    )
+    stack = begin_stack(
+        supervisor, method.configuration, layout=layout, prefix=f"{method.name}: ", measures=True
+    )()
     state = wait_until_ready(supervisor, stack, lambda text: say(f"{method.name}: {text}"))
     return Connection(owned.enter_context(stack.connect()), state, stack)

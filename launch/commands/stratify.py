@@ -20,7 +20,7 @@ from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.files.outputs import check_output, continued
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import Connection
-from dovetail.launch.processes.stack import start_stack, wait_until_ready
+from dovetail.launch.processes.stack import begin_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
@@ -167,7 +167,7 @@ def _play(
     with Supervisor() as supervisor:
         with spinner() as say:
             say("starting")
-            stack = start_stack(supervisor, configuration, anew=True)
+            stack = begin_stack(supervisor, configuration, measures=True)()
             state = wait_until_ready(supervisor, stack, say)
         with stack.connect() as client, progress_bar(len(prompts), "prompts") as step:
             connection = Connection(client, state, stack)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dovetail.launch.console.terminal import QUANTISED, Intervals, loading_text, note
 from dovetail.launch.machine.cores import CoreLayout
@@ -62,12 +62,6 @@ class Stack:
 
     def losses(self) -> list[DovetailError]:
         return [child.failure() for child in (self.coordinator, *self.workers) if child.ended]
-
-
-def start_stack(supervisor: Supervisor, configuration: Configuration, **how: Any) -> Stack:
-    """Start the processes of these settings as `begin_stack` does, without waiting until they are
-    ready."""
-    return begin_stack(supervisor, configuration, **how)()
 
 
 def begin_stack(

@@ -20,7 +20,7 @@ from dovetail.launch.processes.connection import (
     names_models,
     speaks_http,
 )
-from dovetail.launch.processes.stack import check_stack, layout_of, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import begin_stack, check_stack, layout_of, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.profiling.evidence import Evidence
 from dovetail.launch.profiling.measured import levels_of
@@ -50,7 +50,7 @@ def own_run(
     supervisor = owned.enter_context(Supervisor())
     with spinner() as say:
         say("starting")
-        stack = start_stack(supervisor, configuration, layout=layout, measures=True)
+        stack = begin_stack(supervisor, configuration, layout=layout, measures=True)()
         state = wait_until_ready(supervisor, stack, say)
     connection = Connection(owned.enter_context(stack.connect()), state, stack)
     watch = Watch(owned.enter_context(stack.connect()), _samplers(state))

@@ -22,7 +22,7 @@ from benchmarks.measure import Estimate, ratio
 from benchmarks.options import Command, Numbers, option, options, report, settings_of
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import note, print_table
-from dovetail.launch.processes.stack import start_stack, wait_until_ready
+from dovetail.launch.processes.stack import begin_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Emitted, Failed, Finished, Result
@@ -168,7 +168,7 @@ def running(weights: str, draft: str, inflate: str) -> Iterator[Client]:
         **models_at(inflate, draft),
     }
     with Supervisor() as supervisor:
-        stack = start_stack(supervisor, settings_of(values))
+        stack = begin_stack(supervisor, settings_of(values))()
         wait_until_ready(supervisor, stack)
         with stack.connect() as client:
             yield client

@@ -22,7 +22,7 @@ from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout
-from dovetail.launch.processes.stack import POLL_S, start_stack, wait_until_ready, worker_arguments
+from dovetail.launch.processes.stack import POLL_S, begin_stack, wait_until_ready, worker_arguments
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError
 from dovetail.runtime.client import Client
@@ -91,7 +91,7 @@ def running(values: Mapping[str, Any], cores: Sequence[int], count: int) -> Iter
     both, configuration = Place(tuple(cores)), settings_of({"coordinator.reuse": False, **values})
     with Supervisor() as supervisor:
         layout = CoreLayout(Place((cores[0],)), both, both)
-        stack = start_stack(supervisor, configuration, layout=layout)
+        stack = begin_stack(supervisor, configuration, layout=layout)()
         wait_until_ready(supervisor, stack)
         for core in cores[1:count]:
             layout = CoreLayout(Place((core,)), both, both)

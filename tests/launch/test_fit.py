@@ -12,7 +12,7 @@ import torch
 
 from dovetail.launch.machine import fit
 from dovetail.launch.machine.fit import LOOKUP_BYTES, check_memory, needs_of
-from dovetail.launch.processes.stack import start_stack
+from dovetail.launch.processes.stack import begin_stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import CheckpointError, SettingsError
@@ -267,10 +267,10 @@ def test_nothing_is_started_for_what_does_not_fit(
     monkeypatch.setattr(fit, "read_room", lambda: Room(1 << 20, "available on this machine"))
     with Supervisor() as supervisor:
         with pytest.raises(SettingsError, match="together these take"):
-            start_stack(
+            begin_stack(
                 supervisor,
                 configure(flags={"target.model": str(fp32), "draft.kind": "ngram"}, environment={}),
-            )
+            )()
         assert supervisor.children == []
 
 

@@ -26,8 +26,8 @@ from dovetail.launch.processes.preflight import (
     no_chats,
 )
 from dovetail.launch.processes.stack import (
+    begin_stack,
     layout_of,
-    start_stack,
     with_room_for_draft,
     worker_arguments,
 )
@@ -205,7 +205,7 @@ def test_the_memory_is_at_most_that_of_the_machine() -> None:
 def test_nothing_is_started_for_what_cannot_be_loaded(flags: dict[str, str]) -> None:
     with Supervisor() as supervisor:
         with pytest.raises(UserError):
-            start_stack(supervisor, configure(flags=flags, environment={}))
+            begin_stack(supervisor, configure(flags=flags, environment={}))()
         assert supervisor.children == []
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from dovetail.launch.processes import supervise
-from dovetail.launch.processes.stack import start_stack, wait_until_ready
+from dovetail.launch.processes.stack import begin_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
@@ -367,7 +367,7 @@ def test_a_worker_that_dies_at_the_start_is_one_clear_line(tmp_path: Path) -> No
         flags={"target.model": str(tmp_path), "draft.kind": "none"}, environment={}
     )
     with Supervisor() as supervisor:
-        stack = start_stack(supervisor, configuration)
+        stack = begin_stack(supervisor, configuration)()
         with pytest.raises(UserError) as caught:
             wait_until_ready(supervisor, stack)
     assert str(caught.value).startswith("the target worker: ")
@@ -406,7 +406,7 @@ def test_a_damaged_target_is_told_before_that_it_has_no_draft(
         os.truncate(damaged, damaged.stat().st_size // 2)
     configuration = configure(flags={"target.model": str(target)}, environment={})
     with Supervisor() as supervisor, pytest.raises(UserError, match=words) as refused:
-        start_stack(supervisor, configuration)
+        begin_stack(supervisor, configuration)()
     assert "no draft" not in str(refused.value)
 
 
@@ -414,4 +414,4 @@ def test_a_target_without_a_draft_is_not_started_with_the_embedded_one(tmp_path:
     target = str(tiny_llama(tmp_path / "target"))
     configuration = configure(flags={"target.model": target}, environment={})
     with Supervisor() as supervisor, pytest.raises(UserError, match="--draft none"):
-        start_stack(supervisor, configuration)
+        begin_stack(supervisor, configuration)()

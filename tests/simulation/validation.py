@@ -7,7 +7,7 @@ from dovetail.launch.console.terminal import progress_bar, spinner
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.planning.recording import Library, Recording
-from dovetail.launch.processes.stack import layout_of, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import begin_stack, layout_of, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, UserError
@@ -38,7 +38,7 @@ def decode_all(
     with Supervisor() as supervisor:
         with spinner() as say:
             say("starting")
-            stack = start_stack(supervisor, configuration, anew=True)
+            stack = begin_stack(supervisor, configuration, measures=True)()
             state = wait_until_ready(supervisor, stack, say)
         if any("draft" in worker.roles and worker.device == "cpu" for worker in state.workers):
             methods = as_on(layout_of(configuration.settings), methods)

@@ -10,8 +10,8 @@ from dovetail.launch.processes.stack import (
     POLL_S,
     Played,
     Stack,
+    begin_stack,
     layout_of,
-    start_stack,
     wait_until_ready,
     worker_arguments,
 )
@@ -47,9 +47,9 @@ def growing(flags: dict[str, str]) -> Iterator[tuple[Stack, Client, Another]]:
     may on a machine that is loaded: it comes back by itself.
     """
     with Supervisor() as supervisor:
-        stack = start_stack(
+        stack = begin_stack(
             supervisor, configure(flags={"coordinator.recovery_s": "60", **flags}, environment={})
-        )
+        )()
         wait_until_ready(supervisor, stack)
         layout = layout_of(stack.configuration.settings)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.launch.chat.web import SERVERS, Site, api_key, check_flags, said_to_server
 from dovetail.launch.console.terminal import spinner
-from dovetail.launch.processes.stack import http_arguments, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import begin_stack, http_arguments, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.protocol.errors import DovetailError, UserError
@@ -68,7 +68,7 @@ def served(configuration: Configuration, url: str | None) -> Iterator[Served]:
 @contextmanager
 def _own(configuration: Configuration) -> Iterator[Served]:
     with Supervisor() as supervisor:
-        stack = start_stack(supervisor, configuration, anew=True)
+        stack = begin_stack(supervisor, configuration, measures=True)()
         with spinner() as say:
             wait_until_ready(supervisor, stack, say)
         local = ["--http.host=127.0.0.1", "--http.port=0"]
