@@ -16,16 +16,17 @@ import click
 from benchmarks.options import Command, option, options
 from dovetail.launch.console.terminal import note
 from dovetail.protocol.errors import UserError
-from support.inflated import as_flags, inflated
+from support.inflated import as_flags, inflated, kept_pair
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "launch" / "pictures"
 PICTURES = {
-    "bench": "--method small --method dovetail --method dovetail,tree.policy=goodput --method "
-    "ngram --temperature 0 --temperature 1",
-    "sweep-gamma": "--method small --method dovetail --sweep gamma",
-    "sweep-depth": "--policy beam --tree.width 6 --method small --method dovetail --sweep depth",
+    "bench": "--method small --method heads/dovetail --method heads/dovetail,tree.policy=goodput "
+    "--method ngram --temperature 0 --temperature 1",
+    "sweep-gamma": "--method small --method heads/dovetail --sweep gamma",
+    "sweep-depth": "--policy beam --tree.width 6 --method small --method heads/dovetail "
+    "--sweep depth",
 }
-"""Name of the file -> what is measured for it."""
+"""Name of the file -> options of bench, which runs in the folder of the models."""
 
 
 @click.command(cls=Command)
@@ -61,7 +62,7 @@ def pictures(
 
     The tables go to stdout. With --llama-python, llama.cpp is among the speed-ups.
     """
-    out = out or FOLDER
+    out = (out or FOLDER).resolve()
     out.mkdir(parents=True, exist_ok=True)
     size = (
         *as_flags(inflated(inflate)),
@@ -69,7 +70,7 @@ def pictures(
         str(limit),
         "--max-tokens",
         str(max_tokens),
-        *(f"--prompts={file}" for file in files),
+        *(f"--prompts={file.resolve()}" for file in files),
     )
     for name in names or PICTURES:
         swept = "--sweep" in PICTURES[name]
@@ -89,7 +90,6 @@ def pictures(
             str(out / f"{name}.svg"),
         )
         note(f"dovetail {shlex.join(arguments)}")
-        if subprocess.run(
-            [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments], check=False
-        ).returncode:
+        command = [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments]
+        if subprocess.run(command, check=False, cwd=kept_pair(inflate)).returncode:
             raise UserError(f"{name}.svg was not made: see above")
