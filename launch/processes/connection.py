@@ -13,7 +13,6 @@ from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.extras import extra, installed
 from dovetail.launch.files.directory import announcements, only_announcement
 from dovetail.launch.processes.preflight import check_target
-from dovetail.launch.processes.serving.site import Ear
 from dovetail.launch.processes.stack import Stack, begin_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
@@ -168,12 +167,10 @@ def with_choices(configuration: Configuration) -> Configuration:
 def _tell_of_recordings(supervisor: Supervisor, coordinator: Child) -> None:
     """End our coordinator, which completes its recordings, and report those that it could not
     write."""
-    ear = Ear(coordinator)
     supervisor.end([coordinator])
-    for line in ear.listen():
+    for line in coordinator.listen():
         if "recording" in line:
             note(line.partition(" WARNING ")[2] or line)
-    ear.close()
 
 
 def models_of(state: Reported, *, draft: bool = True) -> str:

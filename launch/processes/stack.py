@@ -97,7 +97,7 @@ def begin_stack(
         address = supervisor.await_address(coordinator)
         workers = started()
         for worker in workers.values():
-            supervisor.tell(worker, address)
+            worker.tell(address, last=True)
         return Stack(address, configuration, coordinator, tuple(workers.values()))
 
     return finish

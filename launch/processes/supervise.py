@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,8 +21,9 @@ from typing import IO, Any, NoReturn, Self
 
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes import ahead, nursery, warden
+from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.forked import Process, Talk, new_log, run_module
-from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.errors import DovetailError, UserError, printable
 from dovetail.protocol.memory import Kills, count_kills, process_load, why_killed
 
 GRACE_S = 5.0
@@ -30,6 +32,9 @@ ORPHANED_S = 8.0
 TAIL_BYTES = 4096
 TAIL_LINES = 6
 USER_ERROR = 2
+LAST_WORDS_S = 0.3  # seconds that a stuck process has to dump its stacks
+LOG_BYTES = 1 << 20
+"""The file of a process's output is truncated after this many bytes have been read."""
 SMALLER = (
     "take smaller weights (target.weights, draft.weights), a smaller model or a shorter "
     "context, or give it more memory"
@@ -43,6 +48,17 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
+class Ending:
+    """The end of a process: its exit code, in words too."""
+
+    code: int
+    words: str
+    mistake: bool = False  # true for a user error, which no restart mends
+    let_go: bool = False  # true if the coordinator dismissed it
+    last_line: str = ""  # the last line that it wrote to stderr
+
+
+@dataclass(eq=False)
 class Child:
     """A child process. Its stderr is an unnamed file, opened for appending."""
 
@@ -51,6 +67,16 @@ class Child:
     log: IO[bytes]
     before: Kills = field(default_factory=count_kills)
     """The kernel's count of out-of-memory kills when it was started."""
+    _read: int = 0  # bytes of the log that `listen` has read
+    _rest: bytes = b""  # what has been read of the log and not returned
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def host(self) -> str:
+        return socket.gethostname()
 
     @property
     def ended(self) -> bool:
@@ -61,6 +87,52 @@ class Child:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 0.0)
         return self.process.stdout.readline().decode().strip() if ready else ""
+
+    def beats(self) -> bool:
+        return bool(self.heard())
+
+    def tell(self, line: str, *, last: bool = False) -> bool:
+        """Write a line to its stdin, which is closed after the `last` one. False if it cannot take
+        the line: a stuck process reads it later, the loss of one is noticed elsewhere."""
+        assert self.process.stdin is not None
+        try:
+            os.write(self.process.stdin.fileno(), f"{line}\n".encode())
+        except (BlockingIOError, BrokenPipeError):
+            return False
+        if last:
+            self.process.stdin.close()
+        return True
+
+    def listen(self) -> list[str]:
+        """Return the complete lines of its stderr since the last call, also after it was ended; a
+        long file is truncated."""
+        if not self.log.closed:
+            said = os.pread(self.log.fileno(), LOG_BYTES, self._read)
+            self._read += len(said)
+            if self._read > LOG_BYTES and self._read == os.fstat(self.log.fileno()).st_size:
+                os.ftruncate(self.log.fileno(), 0)
+                self._read = 0
+            self._rest += said
+        *lines, self._rest = self._rest.split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def close(self) -> None:
+        """Close the pipes and the log of a process that has ended; `listen` returns what it had not
+        read yet."""
+        if not self.log.closed:
+            self._rest += os.pread(self.log.fileno(), LOG_BYTES, self._read)
+            self.log.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def kill_stuck(self) -> None:
+        """Have it dump its stacks, if it can, and end it; its end is noticed as with any other."""
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(LAST_WORDS_S)
+        self.process.kill()
+        self.process.wait()
 
     def last_words(self) -> list[str]:
         size = os.fstat(self.log.fileno()).st_size
@@ -93,6 +165,13 @@ class Child:
     @property
     def was_mistaken(self) -> bool:
         return self.process.returncode == USER_ERROR and bool(self.last_words())
+
+    def ending(self) -> Ending:
+        """Return how it has ended: its last line with an exit code, but not with SIGKILL."""
+        code = self.process.returncode
+        last = [] if code == -signal.SIGKILL else self.last_words()[-1:]
+        last_line = printable(last[0].removeprefix("dovetail: ")) if last else ""
+        return Ending(code, self.how_it_ended(), self.was_mistaken, code == LET_GO, last_line)
 
     def how_it_ended(self) -> str:
         code = self.process.returncode
@@ -256,14 +335,6 @@ class Supervisor(Unwinding):
         self._unblock()
         return child
 
-    def tell(self, child: Child, line: str) -> None:
-        """Write the only line to the stdin of a process that was started with `asks`; its end is
-        noticed elsewhere."""
-        assert child.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.process.stdin.write(f"{line}\n".encode())
-            child.process.stdin.close()
-
     def begin_coordinator(
         self, cores: Sequence[int], name: str, *, flags: Sequence[str] = ()
     ) -> Child:
@@ -355,12 +426,7 @@ class Supervisor(Unwinding):
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
-            child.log.close()
-            if child.process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    child.process.stdin.close()
-            if child.process.stdout is not None:
-                child.process.stdout.close()
+            child.close()
 
     def _clean(self, children: Sequence[Child]) -> None:
         """Remove the socket folder of a killed coordinator."""

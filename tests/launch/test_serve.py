@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.launch.chat.answering import PLAIN
 from dovetail.launch.processes.preflight import check_coordinator, check_port
-from dovetail.launch.processes.serving.site import LOG_BYTES, Ear, registered
+from dovetail.launch.processes.serving.service import registered
 from dovetail.launch.processes.serving.watch import MOST_RESTARTS
-from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.processes.supervise import LOG_BYTES, Supervisor
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
@@ -552,26 +552,22 @@ def test_a_worker_of_another_machine_is_not_taken_for_ours_that_has_its_number()
 def test_what_a_process_says_is_heard_line_by_line_to_the_last_word() -> None:
     with Supervisor() as supervisor:
         child = supervisor.start("odd", [], module="dovetail.launch.no_such_module")
-        ear = Ear(child)
         child.process.wait()
         supervisor.end([child])
-        assert ear.listen()[-1].endswith("No module named dovetail.launch.no_such_module")
-        assert ear.listen() == []
-        ear.close()
+        assert child.listen()[-1].endswith("No module named dovetail.launch.no_such_module")
+        assert child.listen() == []
 
 
 def test_a_process_that_says_much_fills_no_disk() -> None:
     with Supervisor() as supervisor:
         child = supervisor.start("odd", [], module="dovetail.launch.no_such_module")
         child.process.wait()
-        ear = Ear(child)
-        ear.listen()
+        child.listen()
         for number in range(4):
             os.write(child.log.fileno(), b"x" * LOG_BYTES + b"\n%d\n" % number)
-            heard = ear.listen() + ear.listen()
+            heard = child.listen() + child.listen()
             assert heard[-1] == str(number)
         assert os.fstat(child.log.fileno()).st_size <= LOG_BYTES + 8
-        ear.close()
 
 
 @pytest.mark.slow

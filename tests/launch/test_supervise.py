@@ -96,7 +96,7 @@ with Supervisor() as supervisor:
     other = supervisor.start("other worker", waiting, asks=True)
     for child in (forked, other):
         print(psutil.Process(child.process.pid).cmdline() == psutil.Process().cmdline())
-        supervisor.tell(child, "")
+        child.tell("", last=True)
         print(child.process.wait(), child.last_words())
 with Supervisor() as supervisor:
     child = supervisor.start("wrong worker", ["worker", "--role=draft", "--draft.kind=odd"])
@@ -295,7 +295,7 @@ def test_what_is_forked_has_its_own_words_stdin_and_exit_code() -> None:
         assert forked["wrong worker"].process.wait(PATIENCE_S) == supervise.USER_ERROR
         with pytest.raises(UserError, match=r"^the wrong worker: .*'odd'"):
             supervisor.check()
-        supervisor.tell(forked["left worker"], "")
+        forked["left worker"].tell("", last=True)
         assert forked["left worker"].process.wait(PATIENCE_S) == 0
         assert forked["left worker"].last_words() == []
 
@@ -341,7 +341,7 @@ def test_a_process_with_threads_is_not_forked_but_executed_anew(
         (child,) = supervisor.start_forked(nursery, {"worker": WAITING}).values()
         while (place_of_libc(child.process.pid) == own) is threads:
             assert not child.ended
-        supervisor.tell(child, "ipc:///nowhere/at/all")
+        child.tell("ipc:///nowhere/at/all", last=True)
         child.process.wait(PATIENCE_S)
         assert child.was_mistaken or child.process.returncode == 1
         assert "/nowhere/at/all" in child.last_words()[-1]

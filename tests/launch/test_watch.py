@@ -7,17 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.launch.processes.serving.site import (
-    Ending,
-    GiveUp,
-    Leave,
-    Outage,
-    Part,
-    Replace,
-    Start,
-    Stop,
-    Tell,
-)
 from dovetail.launch.processes.serving.watch import (
     FIRST_PAUSE_S,
     HEALTHY_S,
@@ -28,8 +17,17 @@ from dovetail.launch.processes.serving.watch import (
     STANDSTILL_S,
     WITHIN_S,
     Action,
+    GiveUp,
+    Leave,
+    Outage,
+    Part,
+    Replace,
+    Start,
+    Stop,
+    Tell,
     Watch,
 )
+from dovetail.launch.processes.supervise import Ending
 
 PARTS = (
     Part("hub"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dovetail.launch.machine.fit import needed_bytes
-from dovetail.launch.processes.serving.site import COORDINATOR
+from dovetail.launch.processes.serving.service import COORDINATOR
 from dovetail.launch.processes.stack import Played
 from dovetail.protocol.settings import Settings, node_wishes
 from dovetail.workers.devices.registry import Memory, memory_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dovetail.launch.processes.serving.site import Ending
+from dovetail.launch.processes.supervise import Ending
 from dovetail.protocol.errors import DovetailError, UserError
 
 LOOK_EVERY_S, LOOK_SELDOM_S = 0.1, 1.0
@@ -122,9 +122,6 @@ class RemotePart:
         ending = self.ending()
         kind = UserError if ending.mistake else DovetailError
         return kind(self._failure or f"the {self.name} {ending.words}")
-
-    def forget(self) -> None:
-        """No output is kept here."""
 
     def lose(self, why: str) -> None:
         """Count it as ended, whatever its node still reports."""

@@ -7,18 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dovetail.launch.processes.serving.service import DRAIN_S, Service
-from dovetail.launch.processes.serving.site import (
-    Ear,
+from dovetail.launch.processes.serving.service import DRAIN_S, Service, SiteLost
+from dovetail.launch.processes.serving.watch import (
+    Action,
     GiveUp,
     Leave,
     Part,
-    SiteLost,
     Start,
     Tell,
-    ending_of,
+    Watch,
 )
-from dovetail.launch.processes.serving.watch import Action, Watch
 from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
 from dovetail.launch.processes.supervise import GRACE_S, Child, Supervisor
 from dovetail.launch.settings.configure import Configuration
@@ -46,7 +44,6 @@ class Replicas:
         supervisor.owns_folder(folder)
         self._list, self._listed = folder / "urls", ""
         self._child: Child | None = None
-        self._ear: Ear | None = None
         self._left = False
         self.url = ""
 
@@ -138,7 +135,7 @@ class Replicas:
             self._listed = urls
         child = self._child
         if child is not None and child.ended:
-            actions = self._watch.ended(ROUTER, ending_of(child), now_s)
+            actions = self._watch.ended(ROUTER, child.ending(), now_s)
             self._perform(actions, child)
             self._supervisor.end([child])
             self._child = None
@@ -147,8 +144,8 @@ class Replicas:
             self._perform(self._watch.ready(ROUTER, now_s))
         elif child is not None and ROUTER not in self._watch.missing:
             self._watch.answered((), now_s)
-        if self._ear is not None and self._watch.serving:
-            for line in self._ear.listen():
+        if child is not None and self._watch.serving:
+            for line in child.listen():
                 log.info("%s: %s", ROUTER, line)
         self._perform(self._watch.due(now_s))
 
@@ -174,7 +171,4 @@ class Replicas:
         ]
         port = self.url.rpartition(":")[2] or self._configuration.settings.http.port
         arguments = ["router", f"--replicas={self._list}", *flags, f"--http.port={port}"]
-        if self._ear is not None:
-            self._ear.close()
         self._child = self._supervisor.start(ROUTER, arguments, reads=True)
-        self._ear = Ear(self._child)

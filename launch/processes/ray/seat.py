@@ -9,7 +9,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from dovetail.launch.cli import installed_version
 from dovetail.launch.files.directory import runtime_directory
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.topology import Topology, format_numbers, read_topology
-from dovetail.launch.processes.serving.site import Ear, ending_of, let_speak_and_kill
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.catalog import PREFIX
 from dovetail.protocol.errors import DovetailError, UserError
@@ -109,7 +107,6 @@ class Seat:
         self._supervisor.owns_folder(self._folder)
         self._claim: Claim | None = None
         self._child: Child | None = None
-        self._ear: Ear | None = None
         self._heard = ""
 
     def introduce(self) -> dict[str, Any]:
@@ -150,12 +147,10 @@ class Seat:
             return {"why": str(error), "mistake": isinstance(error, UserError)}
         assert self._child.process.stdin is not None
         os.set_blocking(self._child.process.stdin.fileno(), False)
-        self._ear = Ear(self._child)
         return {"pid": self._child.process.pid}
 
     def look(self) -> dict[str, Any]:
         assert self._child is not None
-        assert self._ear is not None
         self._supervisor.mind()
         ended = self._child.ended
         said = self._child.heard() if self._child.process.stdout is not None else ""
@@ -166,28 +161,26 @@ class Seat:
             "heard": self._heard,
             "beats": beats,
             "cpu_s": self._child.cpu_s(),
-            "lines": self._ear.listen()[-MOST_LINES:],
-            "ending": asdict(ending_of(self._child)) if ended else None,
+            "lines": self._child.listen()[-MOST_LINES:],
+            "ending": asdict(self._child.ending()) if ended else None,
             "failure": str(failure or ""),
         }
 
     def tell(self, line: str) -> None:
-        """Write a line to its stdin; its loss is noticed elsewhere."""
         assert self._child is not None
-        assert self._child.process.stdin is not None
-        with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._child.process.stdin.fileno(), f"{line}\n".encode())
+        self._child.tell(line)
 
     def stuck(self) -> None:
         """End the process, which is stuck, after it has dumped its stacks."""
         if self._child is not None and not self._child.ended:
-            let_speak_and_kill(self._child)
+            self._child.kill_stuck()
 
     def end(self, grace_s: float) -> list[str]:
         """End the process, with some seconds to end by itself; return its last output."""
+        lines: list[str] = []
         if self._child is not None:
             self._supervisor.end([self._child], grace_s)
-        lines = self._ear.listen() if self._ear is not None else []
+            lines = self._child.listen()
         if self._claim is not None:
             self._claim.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -8,13 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dovetail.launch.cli import installed_version
 from dovetail.launch.processes.ray.bundles import bundles_of, why_not
 from dovetail.launch.processes.ray.cluster import Cluster, RemoteSeat
 from dovetail.launch.processes.ray.part import LOOK_EVERY_S, Command, Failed, RemotePart
 from dovetail.launch.processes.ray.seat import FOLDER, IP
-from dovetail.launch.processes.serving.site import COORDINATOR, HTTP, Running, SiteLost
+from dovetail.launch.processes.serving.service import COORDINATOR, HTTP, SiteLost
 from dovetail.launch.processes.stack import (
     Played,
     coordinator_arguments,
@@ -114,7 +115,7 @@ class RaySite:
             part.begin(self._command(name, address, url))
         return part
 
-    def misfit(self, name: str, loading: Mapping[str, Running]) -> str:
+    def misfit(self, name: str, loading: Mapping[str, Any]) -> str:
         """Always empty: its bundle has room, or Ray finds some."""
         del name, loading
         return ""
@@ -123,19 +124,17 @@ class RaySite:
         if self.keys is None:
             self._supervisor.owns_folder(Path(address.removeprefix("ipc://")).parent)
 
-    def stuck(self, running: Running) -> None:
-        part = _remote(running)
-        part.seat.order("stuck")
-        self._let_go(part)
-        part.lose("did not respond")
+    def stuck(self, running: Any) -> None:
+        running.seat.order("stuck")
+        self._let_go(running)
+        running.lose("did not respond")
 
-    def end(self, running: Sequence[Running], grace_s: float) -> None:
-        parts = [_remote(one) for one in running]
-        for part in parts:
+    def end(self, running: Sequence[Any], grace_s: float) -> None:
+        for part in running:
             if part.pid and not part.ended:
                 part.seat.ask("end", grace_s)
         end_s = time.monotonic() + grace_s + END_S
-        for part in parts:
+        for part in running:
             if part.pid and not part.ended:
                 with suppress(Failed):
                     part.seat.answer(max(0.0, end_s - time.monotonic()))
@@ -252,8 +251,3 @@ def check_settings(configuration: Configuration) -> None:
     numa = configuration.settings.target.numa
     if numa != "auto":
         raise UserError(f"target.numa = {numa!r} has no effect with --engine ray: leave it out")
-
-
-def _remote(running: Running) -> RemotePart:
-    assert isinstance(running, RemotePart)
-    return running

@@ -1,24 +1,15 @@
 """The parts of a service as children of this process."""
 
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.preflight import text_here
-from dovetail.launch.processes.serving.site import (
-    COORDINATOR,
-    HTTP,
-    Ear,
-    Ending,
-    Running,
-    ending_of,
-    let_speak_and_kill,
-)
+from dovetail.launch.processes.serving.service import COORDINATOR, HTTP
 from dovetail.launch.processes.stack import (
     Played,
     begin_workers,
@@ -33,60 +24,8 @@ from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.processes.worker import TOLD
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
-from dovetail.protocol.errors import DovetailError, SettingsError
+from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.memory import read_room
-
-
-@dataclass(frozen=True)
-class LocalPart:
-    """A child process, and the reader of its stderr."""
-
-    child: Child
-
-    @cached_property
-    def _ear(self) -> Ear:
-        return Ear(self.child)
-
-    @property
-    def pid(self) -> int:
-        return self.child.process.pid
-
-    @property
-    def host(self) -> str:
-        return socket.gethostname()
-
-    @property
-    def ended(self) -> bool:
-        return self.child.ended
-
-    def heard(self) -> str:
-        return self.child.heard()
-
-    def beats(self) -> bool:
-        return bool(self.child.heard())
-
-    def cpu_s(self) -> float:
-        return self.child.cpu_s()
-
-    def tell(self, line: str) -> bool:
-        assert self.child.process.stdin is not None
-        try:
-            os.write(self.child.process.stdin.fileno(), f"{line}\n".encode())
-        except (BlockingIOError, BrokenPipeError):
-            return False  # a stuck process reads it later; a lost one is noticed elsewhere
-        return True
-
-    def listen(self) -> list[str]:
-        return self._ear.listen()
-
-    def ending(self) -> Ending:
-        return ending_of(self.child)
-
-    def failure(self) -> DovetailError:
-        return self.child.failure()
-
-    def forget(self) -> None:
-        self._ear.close()
 
 
 class Local:
@@ -111,13 +50,13 @@ class Local:
         commands = {name: self._arguments(name, TOLD, "") for name in self.workers}
         self._begun_early = begin_workers(self._supervisor, self._settings, commands)
 
-    def start(self, name: str, address: str, url: str) -> LocalPart:
+    def start(self, name: str, address: str, url: str) -> Child:
         """Start a part, or send the address to a worker that was started ahead; the coordinator and
         the HTTP API print their address on stdout."""
         if name in self.workers:
             self._early, self._begun_early = {**self._early, **self._begun_early()}, dict
         if (child := self._early.pop(name, None)) is not None:
-            self._supervisor.tell(child, address)
+            child.tell(address, last=True)
         else:
             hub, reads = name == COORDINATOR, name in (COORDINATOR, HTTP)
             arguments = self._arguments(name, address, url)
@@ -125,14 +64,12 @@ class Local:
         if name == COORDINATOR:
             assert child.process.stdin is not None
             os.set_blocking(child.process.stdin.fileno(), False)
-        part = LocalPart(child)
-        part._ear  # noqa: B018 - it is read from its beginning, also once the child is closed
-        return part
+        return child
 
-    def misfit(self, name: str, loading: Mapping[str, Running]) -> str:
+    def misfit(self, name: str, loading: Mapping[str, Any]) -> str:
         room = read_room()
         if room is not None:
-            held = sum(_child(part).rss_bytes() for part in loading.values())
+            held = sum(child.rss_bytes() for child in loading.values())
             room = replace(room, size=room.size + held)
         roles = [self.workers[part] for part in (name, *loading)]
         try:
@@ -145,11 +82,11 @@ class Local:
         if self._settings.coordinator.listen == "ipc":
             self._supervisor.owns_folder(Path(address.removeprefix("ipc://")).parent)
 
-    def stuck(self, running: Running) -> None:
-        let_speak_and_kill(_child(running))
+    def stuck(self, running: Any) -> None:
+        running.kill_stuck()
 
-    def end(self, running: Sequence[Running], grace_s: float) -> None:
-        self._supervisor.end([_child(part) for part in running], grace_s)
+    def end(self, running: Sequence[Any], grace_s: float) -> None:
+        self._supervisor.end(running, grace_s)
 
     def kill(self) -> None:
         self._supervisor.kill()
@@ -185,8 +122,3 @@ class Local:
             f"--coordinator.listen={address or listen}",
             *(["--own-folder"] if listen == "ipc" and address else []),
         ]
-
-
-def _child(running: Running) -> Child:
-    assert isinstance(running, LocalPart)
-    return running.child

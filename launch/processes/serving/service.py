@@ -8,30 +8,27 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, Protocol
 
 from dovetail.launch.console.terminal import Intervals, loading_text
 from dovetail.launch.files.directory import announced
-from dovetail.launch.processes.serving.site import (
-    COORDINATOR,
-    HTTP,
+from dovetail.launch.processes.serving.watch import (
+    Action,
     GiveUp,
     Leave,
     Part,
     Replace,
-    Running,
-    Site,
     Start,
     Stop,
     Tell,
-    registered,
+    Watch,
 )
-from dovetail.launch.processes.serving.watch import Action, Watch
-from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
-from dovetail.launch.processes.supervise import GRACE_S
+from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S, Played
+from dovetail.launch.processes.supervise import GRACE_S, Ending
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import DecodeError, DovetailError, LinkClosed, LinkError
@@ -45,6 +42,7 @@ from dovetail.protocol.messages import (
     Status,
     Supervised,
     Welcome,
+    WorkerState,
 )
 
 log = logging.getLogger("dovetail.serve")
@@ -55,6 +53,89 @@ ASK_EVERY_S = 1.0  # seconds between two polls of the coordinator once all worke
 LEAST_S = 2.0  # the least time without progress that counts as stuck; parts report every second
 CONNECT_S = 0.5
 MAX_WHY = 500  # the most characters of a fault's reason
+
+
+COORDINATOR, HTTP = "coordinator", "http"
+
+
+class SiteLost(DovetailError):
+    """The site is lost, and no part can be restarted."""
+
+
+class Running(Protocol):
+    """A started process of a part."""
+
+    @property
+    def pid(self) -> int:
+        """Return its pid on its machine; 0 if it has none yet."""
+
+    @property
+    def host(self) -> str:
+        """Return the name of its machine."""
+
+    @property
+    def ended(self) -> bool:
+        """Return whether it has ended."""
+
+    def heard(self) -> str:
+        """Return the line that it has printed on stdout; empty if it has not yet."""
+
+    def beats(self) -> bool:
+        """Return whether it has sent a heartbeat since the last call."""
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that it has used in seconds."""
+
+    def tell(self, line: str) -> bool:
+        """Write a line to its stdin; False if it cannot take it now."""
+
+    def listen(self) -> list[str]:
+        """Return the lines of its stderr since the last call, also once it has ended."""
+
+    def ending(self) -> Ending:
+        """Return how it ended."""
+
+    def failure(self) -> DovetailError:
+        """Return its error."""
+
+
+class Site(Protocol):
+    """Starts parts by name."""
+
+    @property
+    def workers(self) -> Mapping[str, Played]:
+        """Return the names of the workers, with their roles."""
+
+    @property
+    def keys(self) -> Path | None:
+        """Return the folder of the keys of a client; None: the coordinator is not reached by
+        tcp."""
+
+    def begin(self) -> None:
+        """Start the slowest parts ahead."""
+
+    def start(self, name: str, address: str, url: str) -> Running:
+        """Start a part. `address`, `url`: those of the coordinator and of the HTTP API, as far as
+        these have listened before."""
+
+    def misfit(self, name: str, loading: Mapping[str, Running]) -> str:
+        """Return why a worker cannot be started while others are loading; empty if it can."""
+
+    def owns(self, address: str) -> None:
+        """Keep this address of the coordinator."""
+
+    def stuck(self, running: Running) -> None:
+        """End a stuck process after it has dumped its stacks."""
+
+    def end(self, running: Sequence[Running], grace_s: float) -> None:
+        """End these, with some seconds to do it by themselves."""
+
+    def kill(self) -> None:
+        """End everything at once."""
+
+    def mind(self) -> None:
+        """Called from time to time: keep the cleanup for our own death working; `SiteLost` if the
+        site is lost."""
 
 
 class Service:
@@ -95,8 +176,6 @@ class Service:
         if self._inquiry is not None:
             self._inquiry.close()
         self._announcement.close()
-        for running in self._running.values():
-            running.forget()
 
     @property
     def serving(self) -> bool:
@@ -189,7 +268,7 @@ class Service:
             gone = self._running.pop(name)
             self._perform(self._watch.ended(name, gone.ending(), now_s), gone)
             self._site.end([gone], GRACE_S)
-            self._hear_out(name, gone)
+            self._pass_on({name: gone})
         for name in self._watch.waiting:
             if name not in self._workers and self._says_ready(name, self._running[name]):
                 self._perform(self._watch.ready(name, now_s))
@@ -200,7 +279,7 @@ class Service:
         self._perform(self._watch.due(now_s))
         self._tell_coordinator(now_s)
         if self._watch.serving:
-            self._pass_on()
+            self._pass_on(self._running)
 
     def _look_after(self, now_s: float) -> None:
         if (
@@ -230,7 +309,9 @@ class Service:
                 case GiveUp(name, why):
                     assert ended is not None
                     if not self._watch.serving:
-                        self._pass_on([COORDINATOR])  # its output may explain why it is not found
+                        # its output may explain why it is not found
+                        hub = self._running.get(COORDINATOR)
+                        self._pass_on({COORDINATOR: hub} if hub is not None else {})
                         raise ended.failure()
                     self._give_up(f"the {name} {why}", ended)
 
@@ -247,7 +328,7 @@ class Service:
         end_s = time.monotonic() + self._settings.http.deadline_s
         with suppress(KeyboardInterrupt, SystemExit):
             while coordinator is not None and not coordinator.ended and time.monotonic() < end_s:
-                self._pass_on()
+                self._pass_on(self._running)
                 time.sleep(POLL_S)
         self.drain()
         raise DovetailError(failure)
@@ -288,8 +369,7 @@ class Service:
     def _end(self, names: Iterable[str], grace_s: float) -> None:
         gone = {name: self._running.pop(name) for name in names if name in self._running}
         self._site.end([*gone.values()], grace_s)
-        for name, running in gone.items():
-            self._hear_out(name, running)
+        self._pass_on(gone)
 
     # -- who is ready ------------------------------------------------------------------------------
 
@@ -347,21 +427,21 @@ class Service:
     def _played(self, name: str) -> Role:
         return "draft" if self._workers[name] == "draft" else "target"
 
-    # -- what they say -----------------------------------------------------------------------------
-
-    def _pass_on(self, names: Collection[str] | None = None) -> None:
-        for name, running in self._running.items():
-            if names is None or name in names:
-                for line in running.listen():
-                    self._log(f"{name}: {line}")
-
-    def _hear_out(self, name: str, gone: Running) -> None:
-        for line in gone.listen():
-            self._log(f"{name}: {line}")
-        gone.forget()
+    def _pass_on(self, parts: Mapping[str, "Running"]) -> None:
+        """Log the new output of these parts."""
+        for name, running in parts.items():
+            for line in running.listen():
+                self._log(f"{name}: {line}")
 
     def _log(self, words: str) -> None:
         log.info("%s%s", self._called, words)
+
+
+def registered(ours: Mapping[str, tuple[str, int]], workers: Iterable[WorkerState]) -> set[str]:
+    """Return which of our processes, given by machine and pid, are registered as workers; pids of
+    other machines may be equal."""
+    there = {(worker.host, worker.pid) for worker in workers}
+    return {name for name, at in ours.items() if at in there}
 
 
 RETRY_S = 0.2  # between two attempts to connect

@@ -14,17 +14,74 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.launch.console.terminal import counted
-from dovetail.launch.processes.serving.site import (
-    Ending,
-    GiveUp,
-    Leave,
-    Outage,
-    Part,
-    Replace,
-    Start,
-    Stop,
-    Tell,
-)
+from dovetail.launch.processes.supervise import Ending
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process of the service, and the parts that must be ready before it is started."""
+
+    name: str
+    after: tuple[str, ...] = ()
+    known: bool = False  # true if it is ready exactly while it is registered with the root
+    needed: bool = True  # true if requests cannot be served without it or a replacement
+    beats: bool = False  # true if it sends heartbeats once it is ready
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A missing part: why, since when, and when it is restarted."""
+
+    part: str
+    why: str
+    since_s: float
+    retry_s: float | None
+    """Seconds until it is restarted; None if it has been started and is not ready yet."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start this part now."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Replace:
+    """End this part, which is stuck, after it has dumped its stacks."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End this part, which is restarting: it has been replaced."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Tell:
+    """A line for the log."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the service with the error of this part; `why` it is not restarted, if that needs
+    words."""
+
+    name: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """End the service, as requested."""
+
+
+Action = Start | Replace | Stop | Tell | GiveUp | Leave
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -37,12 +94,7 @@ MOST_DOUBLINGS = 32
 BUSY = 6.0
 """Multiple of the patience: CPU time of a silent part that computes, wall time of a new one."""
 STANDSTILL_S = 2.0  # the longest time between two polls, normally much less
-
-
 RESTARTED = "; it has been restarted and is not ready yet"
-
-
-Action = Start | Replace | Stop | Tell | GiveUp | Leave
 
 
 @dataclass
