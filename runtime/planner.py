@@ -12,17 +12,29 @@ the tree's expected tokens, given by the caller. Pure: numbers in, numbers out; 
 nor models, nor the origin of a number."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from math import ceil
+from typing import Any
 
-from dovetail.protocol.calibration import STATELESS, StateTraffic
+from dovetail.protocol.calibration import (
+    STATELESS,
+    Calibration,
+    DeviceCosts,
+    LeastTime,
+    RowsSeconds,
+    StateTraffic,
+)
 from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.policies import POLICIES
-from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, PairCosts
+from dovetail.runtime.costs.nodes import Nodes
+from dovetail.runtime.costs.passes import curves_of
+from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, Origin, PairCosts
 
 Seconds = Callable[[int], float]  # returns the seconds of a pass over this many rows
 BUFFERS = 2  # buffers of streamed layers (`workers/models/backends/placement.py`)
 LEAST_BUDGET = 128  # usual nodes of trees in offloading (SpecExec; the Dovetail paper's Table 4)
+GIGA, MICRO = 1e9, 1e-6
 
 
 @dataclass(frozen=True)
@@ -68,12 +80,125 @@ class Target:
     states: StateTraffic = STATELESS  # the traffic of states in a layer
 
 
+HERE = Messages(300e-6, 500e-6, 400e-6)
+"""Seconds of a message over ipc, of the coordinator for a message (both right after a pass over
+half a gigabyte, which evicts the caches), and of HTTP for a token. Without its pass a round of the
+target alone took 0.95 ms, one with a draft 2.4 ms; HTTP used 0.4 ms of CPU
+time. `dovetail calibrate` measures their sum."""
+CONTEXT = 128.0
+"""Context length at which passes are priced: about the middle of a question and its reply."""
+LEVEL_S, PROPOSAL_S = 150e-6, 700e-6
+"""Ranking of one level of a tree, and a proposal without the draft's passes; same rounds."""
+CROSSING_S = 50e-6
+"""States to the CPU and back for experts, a layer: two waits, 16 x 4096 numbers at 16 GB/s."""
+MEASURED = Origin("measured")
+ASSUMED = Origin("assumed; dovetail calibrate measures them", estimated=True)
+INDEPENDENT = Origin("as if rows chose independently of each other", estimated=True)
+SOME_ROWS = 8  # rows of the pass for which `plan` prints the number of experts
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The limits of a device that computes."""
+
+    bandwidth_gb_s: float
+    gflop_s: float
+    layer_us: float = 0.0
+    pass_us: float = 0.0
+    source: str = "measured"  # the origin of these figures
+    products: RowsSeconds | None = None
+    """Seconds per weight over rows, if products with such weights were measured."""
+
+    def seconds(
+        self,
+        weights: float,
+        size: float,
+        layers: float = 0.0,
+        passes: float = 0.0,
+        mixture: Mixture = DENSE,
+        states: StateTraffic = STATELESS,
+    ) -> Seconds:
+        """Return the seconds of this many weights of this many bytes, and of states, over rows: the
+        larger of reading the bytes and computing the products, and a constant."""
+        beside = (layers * self.layer_us + passes * self.pass_us) * MICRO
+        least = LeastTime.of(
+            size=size,
+            operations=2 * weights,
+            bandwidth_gb_s=self.bandwidth_gb_s,
+            gflop_s=self.gflop_s,
+            mixture=mixture,
+            states=states,
+        )
+        products = self.products
+        if products is None:
+            return lambda rows: least.at(rows) + beside
+
+        def measured(rows: int) -> float:
+            share = mixture.read(rows)
+            each = max(1, round(rows * mixture.active / share))
+            return max(least.at(rows), weights * share * products.at(each)) + beside
+
+        return cache(measured)
+
+    @property
+    def origin(self) -> Origin:
+        """Return the provenance of seconds that come of these limits."""
+        rate = f"{self.gflop_s:.4g} GFLOP/s" if self.products is None else "products"
+        limits = f"{self.bandwidth_gb_s:.4g} GB/s and {rate}"
+        return Origin(f"estimated from {limits} ({self.source})", estimated=True)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The limits of a machine: this one, or one of the descriptions."""
+
+    title: str
+    host: Engine | None
+    device: Engine | None  # the GPU; None: there is only the CPU
+    draft: Engine  # the device of drafts: the device, or a separate core
+    link_gb_s: float = 0.0
+    link: str = ""  # the origin of that
+    overlaps: bool = True
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    messages: Messages = HERE
+    messages_from: Origin = ASSUMED
+    level_s: float = LEVEL_S
+    """Seconds of a level without the draft's pass; `proposal_s`: of a proposal."""
+    proposal_s: float = PROPOSAL_S
+    core: Engine | None = None
+    """The core that drafts if the GPU cannot; None: `draft` stands for it."""
+    nodes: Nodes | None = None
+    """Nodes over which the host can spread a target (limits of one of them); None: one."""
+
+
 @dataclass(frozen=True)
 class Place:
-    """Costs of the target's parts on a device with its own memory."""
+    """Costs of the target's parts on the host, or on a device with its own memory."""
 
     layer_s: Seconds
     head_s: Seconds
+
+    @classmethod
+    def estimated(cls, engine: Engine, target: Target, width: float) -> "Place":
+        """By the limits of an engine; `width`: bytes of a weight."""
+        return cls(
+            engine.seconds(
+                target.layer / width, target.layer, 1.0, 0.0, target.mixture, target.states
+            ),
+            engine.seconds(target.head / width, target.head),
+        )
+
+    @classmethod
+    def shared_out(cls, calibration: Calibration, target: Target) -> "Place":
+        """Measured passes over the whole target, shared out by bytes."""
+        curves = curves_of(calibration)
+        whole = target.layers * target.layer + target.head
+        layer, head = target.layer / whole, target.head / whole
+        return cls(
+            cache(lambda rows: layer * curves.at(rows, CONTEXT)),
+            cache(lambda rows: head * curves.at(rows, CONTEXT)),
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +211,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine: its device, its host, and the link between them."""
+    """The costs of a target on a machine: on its device, its host, and the link between them."""
 
     host: Place | None
     device: Place | None
@@ -95,6 +220,93 @@ class Machine:
     """The most bytes of the device for target and draft; None: no limit."""
     host_bytes: int | None = None
     messages: Messages | PairCosts = NO_MESSAGES  # estimated, or measured in a pair's rounds
+    origins: dict[str, Origin] = field(default_factory=dict)  # of each of these numbers
+
+    @classmethod
+    def of(
+        cls,
+        hardware: Hardware,
+        target: Target,
+        width: float,
+        calibration: Calibration | None = None,
+        parts: DeviceCosts | None = None,
+    ) -> "Machine":
+        """Costs of a target's parts, measured ones if available; `width`: bytes of a weight."""
+        origins = {"messages of a round": hardware.messages_from}
+        host: Place | None = None
+        device: Place | None = None
+        link: Link | None = None
+        if hardware.host is not None:
+            if calibration is not None:
+                passes, host = _measured(calibration), Place.shared_out(calibration, target)
+                if (experts := calibration.experts) is not None and experts.passes:
+                    used = f"{experts.measured(SOME_ROWS):.0f} of {experts.routing.most}"
+                    each = f"{experts.expert_s / MICRO:.3g} us each (measured)"
+                    words = f"{used} over {SOME_ROWS} rows, {each}"
+                    origins["experts of a pass"] = Origin(words)
+            elif parts is not None:
+                passes = MEASURED
+                host = Place(cache(parts.host_layer.at), cache(parts.host_head.at))
+            else:
+                passes, host = hardware.host.origin, Place.estimated(hardware.host, target, width)
+                if target.mixture.share:
+                    origins["experts of a pass"] = INDEPENDENT
+            origins["passes of the CPU"] = passes
+        if hardware.device is not None:
+            rate = parts.link_gb_s if parts is not None else hardware.link_gb_s
+            copy_s = target.layer / (rate * GIGA)
+            link = Link(lambda rows: copy_s, hardware.overlaps)
+            if parts is not None:
+                origins["layers on the device"] = MEASURED
+                origins["the link"] = Origin(f"{rate:.4g} GB/s (measured)")
+                device = Place(cache(parts.layer.at), cache(parts.head.at))
+                if not hardware.overlaps:
+                    streamed, layer = parts.streamed, parts.layer
+                    wait_s = cache(lambda rows: max(0.0, streamed.at(rows) - layer.at(rows)))
+                    link = Link(wait_s, overlaps=False)
+            else:
+                origins["layers on the device"] = hardware.device.origin
+                origins["the link"] = Origin(f"{rate:.4g} GB/s ({hardware.link})", estimated=True)
+                device = Place.estimated(hardware.device, target, width)
+        limits = hardware.device_bytes, hardware.host_bytes, hardware.messages
+        return cls(host, device, link, *limits, origins)
+
+    def over_nodes(
+        self, nodes: Nodes | None, target: Target, calibration: Calibration | None
+    ) -> "Machine | None":
+        """Return the machine whose host spreads the target over its memory nodes, and note the
+        source of the costs; None if it cannot. `calibration`: of the spread target."""
+        host = self.host
+        if host is None or nodes is None:
+            return None
+        name = f"passes over {nodes.count} memory nodes"
+        if calibration is not None:
+            self.origins[name] = _measured(calibration)
+            place = Place.shared_out(calibration, target)
+        else:
+            self.origins[name] = nodes.origin_of(self.origins["passes of the CPU"])
+            place = Place(
+                cache(lambda rows: nodes.spread_s(host.layer_s(rows), 1.0)),
+                cache(lambda rows: nodes.spread_s(host.head_s(rows), 0.0)),
+            )
+        return replace(self, host=place, device=None, link=None)
+
+    def with_host_experts(self, mixture: Mixture) -> "Machine | None":
+        """Return the machine if the CPU computes experts of layers on the device, in turn with it,
+        or None. Times of a layer are divided by the weights that passes read."""
+        host, device = self.host, self.device
+        if host is None or device is None or not mixture.share:
+            return None
+
+        def layer_s(rows: int) -> float:
+            plain = (1.0 - mixture.share) / mixture.read(rows)
+            return plain * device.layer_s(rows) + (1.0 - plain) * host.layer_s(rows) + CROSSING_S
+
+        return replace(self, device=Place(cache(layer_s), device.head_s), link=None)
+
+
+def _measured(calibration: Calibration) -> Origin:
+    return Origin(f"measured, {calibration.measured[:10]}")
 
 
 @dataclass(frozen=True)
@@ -116,6 +328,9 @@ class Draft:
     proposal_s: float = 0.0  # seconds of a proposal without its passes
     shares: bool = False
     """True if it computes with the target's resident layers, which may increase its cost."""
+    spread: bool = False
+    """True if it is for a target spread over memory nodes: it has the cores that this leaves."""
+    candidate: Any = None  # whose it is (`launch/planning/candidates.py`)
 
     def drafting_s(self, tree: Tree, resident: int, ahead_s: float = 0.0) -> float:
         """Return how long a round waits for its proposal. `ahead_s`: time to draft ahead before."""
@@ -145,6 +360,12 @@ class Option:
     device_bytes: int
     host_bytes: int
     copy_s: float  # seconds for which the link is busy in a round
+    name: str = ""  # of this kind of placement
+    least_per_s: float = 0.0  # tokens/s that it never falls below
+
+    @property
+    def candidate(self) -> Any:
+        return None if self.draft is None else self.draft.candidate
 
     @property
     def round_s(self) -> float:
@@ -152,7 +373,7 @@ class Option:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tau / self.round_s
+        return max(self.tau / self.round_s, self.least_per_s)
 
     @property
     def streamed(self) -> int:
@@ -181,10 +402,7 @@ class Planner:
 
     target: Target
     machine: Machine
-    apart: "Planner | None" = None
-    """Plans it with the experts of device layers on the CPU; None: there are no experts."""
-    spread: "Planner | None" = None  # plans it spread over memory nodes; None: it cannot be
-    host_experts: bool = False
+    host_experts: bool = False  # True if the CPU computes the experts of layers on the device
     nodes: int = 1  # memory nodes that the target is spread over
 
     def on_cpu(self) -> Places:

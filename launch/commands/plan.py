@@ -14,14 +14,12 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_instead_of
 from dovetail.launch.console.terminal import explained, note, print_table, progress_bar, spinner
 from dovetail.launch.planning.acceptance import Recorded
-from dovetail.launch.planning.alternatives import KINDS, Alternative
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.choice import drafts_there
 from dovetail.launch.planning.designs import Design, config_of, planned_types, read_design
 from dovetail.launch.planning.machines import SIZES, machine_names, read_machine
-from dovetail.launch.planning.prices import arithmetic, described
 from dovetail.launch.planning.recording import read_library
-from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
+from dovetail.launch.planning.subject import GPU, KINDS, Subject, folder_of, subject_here
 from dovetail.launch.planning.words import figure, placement, serve_command, tree_of
 from dovetail.launch.processes import preflight
 from dovetail.launch.settings.configure import Configuration
@@ -29,6 +27,7 @@ from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings, byte_count
+from dovetail.runtime.planner import Option
 from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 
@@ -132,10 +131,10 @@ def command(
     found, every = subjects[chosen], searched[chosen]
     if not every:
         less = "take smaller weights (--weights half, int8, int4), or raise them"
-        needs = min((one.target.host_bytes(0, 0), one.needs) for one in subjects)[1]
+        needs = min(one.target.host_bytes(0, 0) for one in subjects) / 1e9
         raise UserError(
             "nothing fits: the target needs more than memory.vram and memory.ram leave it "
-            f"({needs}): {less}"
+            f"({needs:.3g} GB on the CPU): {less}"
         )
     compared = [one.brief(its) for one, its in zip(subjects, searched, strict=True)]
     no_chats = "" if found.unnamed else preflight.no_chats(found.configuration.settings.target)
@@ -154,7 +153,7 @@ def _here(configuration: Configuration, say: Callable[[str], None]) -> list[Subj
     folder = folder_of(with_target(configuration.settings.target).model)
     for weights in planned_types(configuration, folder):
         own = configuration.over("plan", {"target.weights": weights})
-        found.append(subject_here(own, say, found[0].here if found else None))
+        found.append(subject_here(own, say, found[0] if found else None))
     return found
 
 
@@ -224,12 +223,7 @@ def _elsewhere(
         if in_file
         else found.weights
     )
-    if arithmetic(weights) not in found.target.peak_gflop_s:
-        raise UserError(
-            f"{found.title} has no figures for {weights}: choose "
-            f"{' or '.join(found.target.peak_gflop_s)}"
-        )
-    hardware = described(found, weights, current.memory.vram_bytes, current.memory.ram_bytes)
+    hardware = found.hardware(weights, current.memory.vram_bytes, current.memory.ram_bytes)
     if (numa := current.target.numa) not in ("auto", "shard"):
         raise UserError(f"target.numa = {numa!r} with --machine: write shard, or leave it out")
     if numa == "shard" and hardware.nodes is None:
@@ -238,16 +232,15 @@ def _elsewhere(
             "numa out"
         )
     device = GPU if hardware.device is not None else None
-    subject = Subject(configuration, design, hardware, device, device or "cpu", weights)
-    subject.embedded, subject.unnamed = (
-        not current.target.model and target_size is None,
-        target_size is not None,
+    return Subject(
+        *(configuration, design, hardware, device, device or "cpu", weights),
+        embedded=not current.target.model and target_size is None,
+        unnamed=target_size is not None,
     )
-    return subject
 
 
 def _show(
-    every: Sequence[Alternative], result: dict[str, Any], device: str, model: Sequence[str]
+    every: Sequence[Option], result: dict[str, Any], device: str, model: Sequence[str]
 ) -> None:
     """Print the command for the best alternative that needs nothing else first, the table and its
     conclusions. `model`: the flag for a target that was given by its size only."""
@@ -305,8 +298,7 @@ def _weights(result: dict[str, Any]) -> str:
     return "" if total == active else f", {total / 1e9:.3g} B weights, {active / 1e9:.3g} B active"
 
 
-def _line(one: Alternative, device: str) -> tuple[object, ...]:
-    option = one.option
-    vram = option.device_bytes / 1e9 if option.computed or option.device_bytes else 0.0
-    rates = (figure(one.tokens_per_s), option.tau, tree_of(one))
-    return (one.name, placement(one, device), *rates, vram, option.host_bytes / 1e9)
+def _line(one: Option, device: str) -> tuple[object, ...]:
+    rates = (figure(one.tokens_per_s), one.tau, tree_of(one))
+    sizes = (one.device_bytes / 1e9, one.host_bytes / 1e9)
+    return (one.name, placement(one, device), *rates, *sizes)

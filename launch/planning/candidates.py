@@ -68,14 +68,9 @@ class Candidate:
     ) -> Draft:
         size = self.size.bytes
         return Draft(
-            self.name,
-            level_s,
-            lambda _: size if on_device else 0,
-            0 if on_device else size,
-            self.acceptance.tokens,
-            self.trees,
-            self.acceptance.passes,
-            proposal_s,
+            *(self.name, level_s, lambda _: size if on_device else 0, 0 if on_device else size),
+            *(self.acceptance.tokens, self.trees, self.acceptance.passes, proposal_s),
+            candidate=self,
         )
 
     def shared(self, level_s: Callable[[int, int], float], proposal_s: float) -> Draft:

@@ -134,18 +134,17 @@ def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list
 def _best(
     configuration: Configuration, found: "Sequence[Candidate]", say: Say
 ) -> tuple[Configuration, list[str]]:
-    from dovetail.launch.planning.alternatives import ready_of
-    from dovetail.launch.planning.subject import subject_here
+    from dovetail.launch.planning.subject import ready_of, subject_here
 
     spread = choice_of(configuration.settings.target).numa == "shard"
     searched = subject_here(configuration, say).search(found, lambda _: None)
-    every = [one for one in searched if (one.option.nodes > 1) is spread]
+    every = [one for one in searched if (one.nodes > 1) is spread]
     best = ready_of(every)
-    if best is None or best.candidate is None:
+    if best is None or best.draft is None:
         return _lookup(configuration, "there is no room for a separate draft")
     if best.candidate.kind == LOOKUP:
         return _lookup(configuration, "none of the available drafts is expected to be faster")
-    alone = next((one for one in every if one.candidate is None), None)
+    alone = next((one for one in every if one.draft is None), None)
     gain = "" if alone is None else f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without"
     expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"
     model, name = best.candidate.settings.model, best.candidate.name

@@ -4,17 +4,17 @@ and the types of weights that a target can have here, with what each loses."""
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.planning.machines import SIZES
 from dovetail.launch.settings.configure import Configuration
-from dovetail.protocol.calibration import StateTraffic
+from dovetail.protocol.calibration import RowsSeconds, StateTraffic
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import TargetSettings
-from dovetail.runtime.planner import Target
+from dovetail.runtime.planner import Hardware, Seconds, Target
 from dovetail.workers import kernels
 from dovetail.workers.models.backends.placement import coded_bytes, needed_bytes, substitute_bytes
 from dovetail.workers.models.backends.sizes import (
@@ -302,6 +302,27 @@ class DraftSize:
     @property
     def bytes(self) -> int:
         return self.pass_bytes + self.beside_bytes
+
+    def level_s(
+        self, hardware: Hardware, measured: RowsSeconds | None, layer_s: Seconds | None = None
+    ) -> Callable[[int, int], float]:
+        """t_D over rows, and the seconds of a level without its pass. `layer_s`: of a target's
+        layer, for a draft that computes with its resident ones."""
+        each = hardware.draft.seconds(self.layer_weights, self.layer_bytes, 1.0)
+        rest = hardware.draft.seconds(self.other_weights, self.other_bytes, passes=1.0)
+        if measured is not None:
+            whole, layers = cache(measured.at), self.layers * self.layer_bytes / self.pass_bytes
+            each, rest = (
+                lambda rows: layers / self.layers * whole(rows),
+                lambda rows: (1.0 - layers) * whole(rows),
+            )
+
+        def level_s(rows: int, resident: int) -> float:
+            lent = 0 if layer_s is None else resident
+            theirs_s = 0.0 if layer_s is None else lent * layer_s(rows)
+            return (self.layers - lent) * each(rows) + theirs_s + rest(rows) + hardware.level_s
+
+        return level_s
 
 
 def small_size(own: Design) -> DraftSize:

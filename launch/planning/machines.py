@@ -13,13 +13,17 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import Frozen
 from dovetail.runtime.costs.nodes import Nodes
-from dovetail.runtime.costs.rounds import Messages
+from dovetail.runtime.costs.rounds import Messages, Origin
+from dovetail.runtime.planner import GIGA, MICRO, Engine, Hardware
+from dovetail.workers.models.backends.sizes import INT4
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 
 FOLDER = DEMO_FOLDER / "machines"
 Weights = Literal["fp32", "half", "int8"]
 Rate = Annotated[float, Field(gt=0.0, le=1e12, strict=False)]
 Micros = Annotated[float, Field(ge=0.0, le=1e9, strict=False)]
-GIGA, MICRO = 1e9, 1e-6
+FP32_SHARE = 0.5
+"""Share of a GPU's 16-bit arithmetic in fp32, in which a target's layers are computed."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,47 @@ class Machine(Frozen):
     memory: MemoryPart | None = None
     host: HostPart | None = None
     """None: the target runs on it, or nothing is known about it."""
+
+    def hardware(self, weights: str, vram: int | None, ram: int | None) -> Hardware:
+        """Return its limits for a target with these weights; bytes of memory override its own.
+        `UserError` for weights that it has no figures for."""
+        weights, source = "int8" if weights in (FILE, INT4) else weights, "its description"
+        target, draft, memory, own = self.target, self.draft, self.memory, self.host
+        if weights not in target.peak_gflop_s:
+            choices = " or ".join(target.peak_gflop_s)
+            raise UserError(f"{self.title} has no figures for {weights}: choose {choices}")
+        peak = target.peak_gflop_s[weights]
+        host: Engine | None = None
+        if self.shared:
+            near = target.resident_bandwidth_gb_s or target.bandwidth_gb_s
+            device = Engine(near, peak, target.layer_us, source=source)
+            if own is not None:
+                peak = own.peak_gflop_s[weights]
+                host = Engine(own.bandwidth_gb_s, peak, own.layer_us, source=source)
+        else:
+            gflop_s = (FP32_SHARE if weights == "fp32" else 1.0) * draft.peak_gflop_s
+            device = Engine(draft.bandwidth_gb_s, gflop_s, draft.block_us, source=source)
+            host = Engine(target.bandwidth_gb_s, peak, target.layer_us, source=source)
+        if memory is not None:
+            vram = round(memory.vram_gb * GIGA) if vram is None else vram
+            ram = round(memory.ram_gb * GIGA) if ram is None else ram
+        return Hardware(
+            title=self.title,
+            host=host,
+            device=device if memory is not None else None,
+            draft=Engine(
+                draft.bandwidth_gb_s, draft.peak_gflop_s, draft.block_us, draft.pass_us, source
+            ),
+            link_gb_s=memory.link_gb_s if memory is not None else 0.0,
+            link=source,
+            device_bytes=vram,
+            host_bytes=ram,
+            messages=Messages(self.link.hop_us * MICRO, self.link.coordinator_us * MICRO),
+            messages_from=Origin(source, estimated=True),
+            level_s=0.0,
+            proposal_s=0.0,
+            nodes=None if self.shared else target.spread,
+        )
 
 
 def machine_names() -> list[str]:

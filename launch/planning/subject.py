@@ -1,110 +1,160 @@
-"""A target on a machine, as the planner takes it: sizes, costs and drafts."""
+"""A target on a machine, as the planner takes it: sizes, costs and drafts; of this machine what
+`dovetail calibrate` has kept, limits and GPUs. torch comes in with the functions, on the target's
+cores in number."""
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.machine.sharding import choice_of
+from dovetail.launch.files.directory import profile_path
+from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.machine.sharding import choice_of, layouts_for, nodes_of_layouts
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.planning.alternatives import (
-    Alternative,
-    Offered,
-    alternatives,
-    names_of,
-    ready_of,
-)
 from dovetail.launch.planning.candidates import Candidate
-from dovetail.launch.planning.designs import LOOKUP, Design, loss_of, read_config
-from dovetail.launch.planning.prices import (
-    MEASURED,
-    Hardware,
-    Prices,
-    level,
-    over_nodes,
-    price,
-    with_host_experts,
-)
-from dovetail.launch.planning.this_machine import Here, look_here
+from dovetail.launch.planning.designs import LOOKUP, Design, design_of, loss_of, read_config
 from dovetail.launch.planning.words import settings, told, tree_of, verdict
-from dovetail.launch.processes.preflight import is_path
+from dovetail.launch.processes.nursery import thread_environment
+from dovetail.launch.processes.preflight import free_memory_bytes, is_path
 from dovetail.launch.settings.configure import Configuration
-from dovetail.protocol.calibration import RowsSeconds
-from dovetail.protocol.errors import CheckpointError
+from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.protocol.calibration import Calibration, DeviceCosts, MachineLimits, RowsSeconds
+from dovetail.protocol.errors import CheckpointError, UserError
 from dovetail.protocol.experts import DENSE
+from dovetail.protocol.profile import load_profile, machine_key
+from dovetail.protocol.settings import Settings
 from dovetail.runtime.costs.rounds import Origin
-from dovetail.runtime.planner import Draft, Option, Planner
+from dovetail.runtime.planner import (
+    HERE,
+    MEASURED,
+    Draft,
+    Engine,
+    Hardware,
+    Machine,
+    Option,
+    Places,
+    Planner,
+    Target,
+    by_budget,
+)
 from dovetail.workers import kernels
-from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
+from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved, weight_paths
+from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 
 GPU = "cuda:0"  # the GPU of a described machine
+PROBE_S = 0.5
+STAND_IN_SHARE = 0.5
+"""Share of the bandwidth that a copy in the CPU's memory carries: it reads and writes."""
+OF_ANOTHER = "measured with another model"
+KINDS = 15  # the largest number of kinds of placements, for the bar
+Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of a target on this machine."""
+
+    calibration: Calibration | None
+    parts: DeviceCosts | None
+    layout: CoreLayout
+    """The places of the processes where the target is not spread over memory nodes."""
+    spread: CoreLayout | None  # the places where it is; None: it cannot be
+    spread_calibration: Calibration | None
+    limits: tuple[MachineLimits, str]  # the limits of the cores in use, and their origin
+
+
+@dataclass
 class Subject:
     """A target on a machine, with all that the planner asks."""
 
-    def __init__(
-        self,
-        configuration: Configuration,
-        design: Design,
-        hardware: Hardware,
-        device: str | None,
-        draft_device: str,
-        weights: str,
-    ) -> None:
-        self.configuration, self.design, self.hardware = configuration, design, hardware
-        self.device, self.draft_device, self.weights = device, draft_device, weights
-        target = configuration.settings.target.model_copy(update={"weights": weights})
-        self.cache = target.cached
-        self.target = design.target(weights, device or GPU, self.cache)
-        self.embedded = self.unnamed = False
-        self.left_out: list[str] = []  # kinds of placements for which there is too little memory
-        self.prices: Prices = price(hardware, self.target, design.width(weights))
-        self.here: Here | None = None
-        self.levels: dict[str, Origin] = {}  # the origin of t_D of each draft
-        self.falls: dict[str, str] = {}
-        """Draft -> why `draft.device = auto` puts it on the CPU, though there is a GPU."""
+    configuration: Configuration
+    design: Design
+    hardware: Hardware
+    device: str | None
+    draft_device: str
+    weights: str
+    here: Known | None = None  # None: it is another machine
+    embedded: bool = False
+    unnamed: bool = False  # true for a target that was given by its size only
+    left_out: list[str] = field(default_factory=list)
+    """Kinds of placements for which there is too little memory."""
+    levels: dict[str, Origin] = field(default_factory=dict)  # the origin of t_D of each draft
+    falls: dict[str, str] = field(default_factory=dict)
+    """Draft -> why `draft.device = auto` puts it on the CPU, though there is a GPU."""
 
     @property
-    def needs(self) -> str:
-        return f"{(self.target.host_bytes(0, 0)) / 1e9:.3g} GB on the CPU"
+    def _settings_of_target(self) -> Any:
+        return self.configuration.settings.target.model_copy(update={"weights": self.weights})
+
+    def _target(self, *, host_experts: bool = False) -> Target:
+        cache = self._settings_of_target.cached
+        device = self.device or GPU
+        return self.design.target(self.weights, device, cache, host_experts=host_experts)
+
+    @cached_property
+    def target(self) -> Target:
+        return self._target()
+
+    @cached_property
+    def machine(self) -> Machine:
+        known = () if self.here is None else (self.here.calibration, self.here.parts)
+        return Machine.of(self.hardware, self.target, self.design.width(self.weights), *known)
 
     @property
-    def planner(self) -> Planner:
+    def planners(self) -> list[Planner]:
         """Return what places the target, and places it with its experts on the CPU, or spread over
         memory nodes."""
-        machine, spread = self.prices.machine, self._over_nodes()
-        if self.configuration.settings.target.numa == "shard":
-            nowhere_else = replace(machine, host=None, device=None)
-            return Planner(self.target, nowhere_else, spread=spread)
-        whole = Planner(self.target, machine, spread=spread)
-        beside = with_host_experts(self.prices, self.target.mixture)
-        if beside is None:
-            return whole
-        target = self.design.target(self.weights, self.device or GPU, self.cache, host_experts=True)
-        return replace(whole, apart=Planner(target, beside, host_experts=True))
-
-    def _over_nodes(self) -> Planner | None:
+        found, machine, nodes = [], self.machine, self.hardware.nodes
+        if self.configuration.settings.target.numa != "shard":
+            found.append(Planner(self.target, machine))
+            if (apart := machine.with_host_experts(self.target.mixture)) is not None:
+                found.append(Planner(self._target(host_experts=True), apart, host_experts=True))
         measured = self.here.spread_calibration if self.here is not None else None
-        machine = over_nodes(self.prices, self.hardware, self.target, measured)
-        if machine is None or self.hardware.nodes is None:
-            return None
-        return Planner(self.target, machine, nodes=self.hardware.nodes.count)
-
-    def search(
-        self, candidates: Sequence[Candidate], step: Callable[[str], None]
-    ) -> list[Alternative]:
-        """Return all alternatives, the fastest first."""
-        offered = [one for candidate in candidates for one in self.offered(candidate)]
-        found = alternatives(self.planner, offered, ahead=self.ahead, step=step)
-        self.left_out = [
-            name
-            for name in names_of(self.planner, offered)
-            if not any(one.name == name for one in found)
-        ]
+        spread = machine.over_nodes(nodes, self.target, measured)
+        if spread is not None and nodes is not None:
+            found.append(Planner(self.target, spread, nodes=nodes.count))
         return found
 
-    def offered(self, candidate: Candidate) -> list[Offered]:
+    def search(self, candidates: Sequence[Candidate], step: Say) -> list[Option]:
+        """Return the best option of each kind of placement and draft, the fastest first."""
+        drafts = [draft for candidate in candidates for draft in self._drafts(candidate)]
+        table = [(planner, *kind) for planner in self.planners for kind in kinds_of(planner)]
+        found: list[Option | None] = []
+        names: dict[str, None] = {}
+        for planner, name, places, wanted in table:
+            if wanted is None:
+                found.append(self._best(planner, name, places, [None]))
+                names |= {name: None} if places else {}
+        for _, name, places, wanted in table:
+            if wanted is not None and places and any(map(wanted, drafts)):
+                names[name] = None
+        for kind in dict.fromkeys(candidate.kind for candidate in candidates):
+            for planner, name, places, wanted in table:
+                if wanted is not None:
+                    step(f"{name}, {kind}")
+                    own = [wanted(one) for one in drafts if one.candidate.kind == kind]
+                    found.append(self._best(planner, name, places, [*filter(None, own)]))
+        there = [one for one in found if one is not None]
+        self.left_out = [name for name in names if not any(one.name == name for one in there)]
+        return sorted(there, key=lambda one: (-one.tokens_per_s, one.draft is None))
+
+    def _best(
+        self, planner: Planner, name: str, places: Places, drafts: Sequence[Draft | None]
+    ) -> Option | None:
+        best = planner.best(places, drafts)
+        if best is None or best.draft is None:
+            return best and replace(best, name=name)
+        place = best.computed, best.resident
+        if self._ahead(best):
+            best = planner.option(*place, best.draft, best.tree, best.tau, ahead=True)
+        if best.candidate.kind == LOOKUP:  # it costs nothing where it finds nothing
+            alone = planner.option(*place, None, None, 1.0)
+            best = replace(best, least_per_s=alone.tokens_per_s)
+        return replace(best, name=name)
+
+    def _drafts(self, candidate: Candidate) -> list[Draft]:
         """Return the variants of a candidate: separate, for a target spread over memory nodes, and
         sharing with the target. One that does not fit on the GPU is priced on the CPU."""
         hardware, measured, spread = self.hardware, None, None
@@ -112,37 +162,75 @@ class Subject:
         if lookup:
             hardware = replace(hardware, level_s=0.0, proposal_s=0.0)
         elif self.here is not None:
-            if falls := self.here.fall(candidate):
+            if falls := self._fall(candidate):
                 self.falls[candidate.name] = falls
                 hardware = replace(hardware, draft=hardware.core or hardware.draft)
             measured, spread = (
-                self.here.level(candidate, self._place_of(candidate), layout)
+                self._measured_level(candidate, layout)
                 for layout in (self.here.layout, self.here.spread or self.here.layout)
             )
         if not lookup:
-            self.levels[candidate.name] = (
-                MEASURED if measured is not None else hardware.draft.origin
-            )
+            origin = MEASURED if measured is not None else hardware.draft.origin
+            self.levels[candidate.name] = origin
         on_device = self.device is not None and self._place_of(candidate) == self.device
-        beside_s = hardware.proposal_s
 
         def own(known: RowsSeconds | None) -> Draft:
-            level_s = level(hardware, candidate.size, known)
-            return candidate.draft(level_s, beside_s, on_device=on_device)
+            level_s = candidate.size.level_s(hardware, known)
+            return candidate.draft(level_s, hardware.proposal_s, on_device=on_device)
 
-        found = [Offered(candidate, own(measured))]
+        found = [own(measured)]
         if self.hardware.nodes is not None:
-            found.append(Offered(candidate, own(spread), spread=True))
-        device = self.prices.machine.device
+            found.append(replace(own(spread), spread=True))
+        device = self.machine.device
         if candidate.kind == "substitute" and on_device and device is not None:
-            level_s = level(self.hardware, candidate.size, measured, device.layer_s)
-            found.append(Offered(candidate, candidate.shared(level_s, beside_s)))
+            level_s = candidate.size.level_s(self.hardware, measured, device.layer_s)
+            found.append(candidate.shared(level_s, hardware.proposal_s))
         return found
+
+    def _fall(self, candidate: Candidate) -> str:
+        """Return why `draft.device = auto` puts a draft on the CPU, though there is a GPU: it did
+        so at the last start, or the GPU has too little memory. Empty: the GPU drafts."""
+        assert self.here is not None
+        if self.configuration.settings.draft.device != "auto" or self.draft_device == "cpu":
+            return ""
+        from dovetail.workers.devices.opening import open_device
+        from dovetail.workers.drafters.trial import fall_key
+
+        size, room = candidate.size.bytes, self.hardware.device_bytes
+        if room is not None and size > room:
+            return f"it takes {size / 1e9:.3g} GB, and the GPU has room for {room / 1e9:.3g}"
+        opened = open_device(self.draft_device, len(self.here.layout.draft.cores))
+        target = with_target(self.configuration.settings.target).model
+        key = fall_key(with_draft(candidate.settings), target, opened)
+        why = load_profile(profile_path()).fall_of(key)
+        return f"as at its last start: {why}" if why else ""
+
+    def _measured_level(self, candidate: Candidate, layout: CoreLayout) -> RowsSeconds | None:
+        """Return t_D of a draft as measured here, with its cores in this layout; None: not
+        measured."""
+        if candidate.lacks and candidate.kind != "substitute":
+            return None
+        from dovetail.workers.devices.opening import open_device
+        from dovetail.workers.drafters.levels import expected_levels
+
+        target = with_target(self.configuration.settings.target)
+        weights = weight_paths(Path(target.model).expanduser())
+        if candidate.kind == "substitute" and not any(weights):
+            return None
+        opened = open_device(self._place_of(candidate), len(layout.draft.cores))
+        found = expected_levels(
+            profile_path(),
+            with_draft(candidate.settings),
+            target=target.model,
+            vocabulary_size=self.design.vocabulary,
+            library=opened.library,
+        )
+        return found.t_v if found is not None else None
 
     def _place_of(self, candidate: Candidate) -> str:
         return "cpu" if candidate.name in self.falls else self.draft_device
 
-    def ahead(self, option: Option) -> bool:
+    def _ahead(self, option: Option) -> bool:
         """Return whether target and draft have separate cores or devices: on a GPU the draft shares
         it with the target's part there; on a CPU it may have a core of the target."""
         assert option.draft is not None
@@ -156,45 +244,30 @@ class Subject:
             self.device in (None, "cpu") or self.draft_device != self.device or not option.computed
         )
 
-    def _origins(self, every: Sequence[Alternative]) -> dict[str, str]:
-        """Describe the sources of the numbers, including those of the drafts in the table."""
-        there = {one.candidate.name: one.candidate for one in every if one.candidate is not None}
-        levels = {
-            f"a level of the {name}": str(self.levels[name])
-            for name in there
-            if name in self.levels
-        }
-        return {
-            **{name: str(origin) for name, origin in self.prices.origins.items()},
-            **levels,
-            **{f"what the {name} brings": one.acceptance.origin for name, one in there.items()},
-        }
-
     def _measurable(self) -> str:
         """The flags of the calibrations that would put measurements in the place of estimates;
         nothing for another machine."""
-        if self.here is None or not any(
-            origin.estimated for origin in (*self.prices.origins.values(), *self.levels.values())
-        ):
+        origins = (*self.machine.origins.values(), *self.levels.values())
+        if self.here is None or not any(origin.estimated for origin in origins):
             return ""
-        target = [
-            flag
-            for flag in self.configuration.typed("target")
-            if not flag.startswith("--target.split")
-        ]
+        typed = self.configuration.typed("target")
+        target = [flag for flag in typed if not flag.startswith("--target.split")]
         # layers on a device are measured with random weights, which are no blocks of a file
         beside = self.device if self.weights != FILE else None
         device = [f"--target.split.device={beside}"] if beside else []
         return " ".join([*target, *device, "--draft DRAFT"])
 
-    def result(self, every: Sequence[Alternative]) -> dict[str, Any]:
-        alone = next((one for one in every if one.candidate is None), None)
+    def result(self, every: Sequence[Option]) -> dict[str, Any]:
+        alone = next((one for one in every if one.draft is None), None)
         rows = [told(one, self.device or "cpu", self._settings(one), alone) for one in every]
-        choice = rows[0]
-        ready = ready_of(every)
-        link = self.prices.machine.link
+        ready, hardware, origins = ready_of(every), self.hardware, self.machine.origins
+        there = {one.candidate.name: one.candidate for one in every if one.draft is not None}
+        vram, ram = (
+            None if size is None else size / 1e9
+            for size in (hardware.device_bytes, hardware.host_bytes)
+        )
         return {
-            "machine": self.hardware.title,
+            "machine": hardware.title,
             "device": self.device,
             "kernels": "" if self.here is None else kernels.in_words(),
             "device_says": self._device_says(),
@@ -204,23 +277,31 @@ class Subject:
             "layers": self.target.layers,
             "parameters": self.design.parameters,
             "active_parameters": self.design.active,
-            "limits": {
-                "vram_gb": _giga(self.hardware.device_bytes),
-                "ram_gb": _giga(self.hardware.host_bytes),
+            "limits": {"vram_gb": vram, "ram_gb": ram},
+            "origins": {
+                **{name: str(origin) for name, origin in origins.items()},
+                **{
+                    f"a level of the {name}": str(self.levels[name])
+                    for name in there
+                    if name in self.levels
+                },
+                **{f"what the {name} brings": one.acceptance.origin for name, one in there.items()},
             },
-            "origins": self._origins(every),
             "measurable": self._measurable(),
-            "uncalibrated": self.here is not None
-            and any(one.estimated for one in self.prices.origins.values()),
+            "uncalibrated": self.here is not None and any(o.estimated for o in origins.values()),
             "alternatives": rows,
-            "choice": choice,
+            "choice": rows[0],
             "at_once": None if ready is None else rows[every.index(ready)],
             "verdict": verdict(
-                every, self.read_bytes, link, self.target.layer, dense=self.design.mixture is DENSE
+                every,
+                self.read_bytes,
+                self.machine.link,
+                self.target.layer,
+                dense=self.design.mixture is DENSE,
             ),
         }
 
-    def brief(self, every: Sequence[Alternative]) -> dict[str, Any]:
+    def brief(self, every: Sequence[Option]) -> dict[str, Any]:
         """Return the entry for these weights in a comparison of weights: the best alternative that
         lacks nothing, if there is one; empty if nothing fits."""
         best = ready_of(every) or next(iter(every), None)
@@ -237,14 +318,11 @@ class Subject:
     def read_bytes(self) -> int:
         return self.target.layers * self.target.layer + self.target.head
 
-    @property
-    def _in_turns(self) -> bool:
-        return self.here is not None and bool(self.here.layout.shared)
-
     def _device_says(self) -> str:
         if self.device:
             return ""
-        place = "in turns with the target" if self._in_turns else "on a separate core"
+        in_turns = self.here is not None and bool(self.here.layout.shared)
+        place = "in turns with the target" if in_turns else "on a separate core"
         said = f"there is no GPU here: everything is on the CPU, and a draft {place}"
         if self.configuration.settings.memory.vram == "auto":
             return said
@@ -253,48 +331,192 @@ class Subject:
             "stand for a GPU, --machine plans for another machine"
         )
 
-    def _settings(self, one: Alternative) -> dict[str, Any]:
-        return settings(
-            one,
-            self.device or "cpu",
-            self.draft_device if one.candidate is None else self._place_of(one.candidate),
-            self.configuration.over("plan", {"target.weights": self.weights, **self._node(one)}),
+    def _settings(self, one: Option) -> dict[str, Any]:
+        """Return the settings that start an option. A target stays on one node by a setting if
+        `auto` would spread it because of measurements."""
+        own: dict[str, Any] = {"target.weights": self.weights}
+        here = self.here if self.here is not None and self.here.spread is not None else None
+        if here and one.nodes == 1 and choice_of(self._settings_of_target).numa == "shard":
+            own["target.numa"] = format_numbers(here.layout.target.nodes)
+        draft = self.draft_device if one.draft is None else self._place_of(one.candidate)
+        return settings(one, self.device or "cpu", draft, self.configuration.over("plan", own))
+
+
+def kinds_of(
+    planner: Planner,
+) -> list[tuple[str, Places, Callable[[Draft], Draft | None] | None]]:
+    """Return the kinds of placements that a plan compares: name, places, and the variant of a draft
+    that belongs there, if any; None: they are without a draft."""
+
+    def own(draft: Draft) -> Draft | None:
+        return None if draft.shares or draft.spread else draft
+
+    def spread(draft: Draft) -> Draft | None:
+        return draft if draft.spread else None
+
+    def shared(draft: Draft) -> Draft | None:
+        return draft if draft.shares else None
+
+    def large(draft: Draft) -> Draft | None:
+        return None if own(draft) is None else by_budget(draft)
+
+    cpu, split, whole = planner.on_cpu(), planner.split(), planner.whole()
+    if planner.nodes > 1:
+        return [
+            ("target alone, over memory nodes", cpu, None),
+            ("Dovetail, over memory nodes", cpu, spread),
+        ]
+    if planner.host_experts:
+        both = [*split, *whole]
+        return [("experts on the CPU", both, None), ("Dovetail, experts on the CPU", both, own)]
+    streamed = planner.streamed()
+    return [
+        ("target alone", cpu, None),
+        ("split target alone", split, None),
+        ("plain offloading", streamed, None),
+        ("all on the device", whole, None),
+        ("Dovetail", cpu, own),
+        ("Dovetail, split target", split, own),
+        ("Dovetail, some layers streamed", planner.mixed(), own),
+        ("offloading with a draft", streamed, own),
+        ("offloading with a large tree (SpecExec)", streamed, large),
+        ("all on the device, with a draft", whole, own),
+        ("SubSpec", [*streamed, *whole], shared),
+    ]
+
+
+def ready_of(every: Sequence[Option]) -> Option | None:
+    """Return the first of these alternatives, fastest first, that needs nothing else first. `plan`
+    proposes it, and `serve` uses its draft."""
+    return next((one for one in every if one.draft is None or not one.candidate.lacks), None)
+
+
+def subject_here(configuration: Configuration, say: Say, before: Subject | None = None) -> Subject:
+    """Return the settings' target on this machine; unknown costs are measured within a second, or
+    estimated. `before`: the same target with other weights."""
+    settings = configuration.settings
+    if settings.target.model:
+        read_config(folder_of(settings.target.model), "target model")  # before anything is measured
+    layout, spread = layouts_for(settings.target)
+    threads = len(layout.target.cores)
+    os.environ.update(thread_environment(threads))
+    say("looking at what is known of this machine")
+    device = _device_of(settings)
+    from dovetail.workers.calibration.devices import known_costs, planned_config
+    from dovetail.workers.calibration.limits import measure_limits
+    from dovetail.workers.calibration.products import product_seconds
+    from dovetail.workers.devices.opening import open_device
+    from dovetail.workers.models.backends.sizes import has_sizes
+
+    open_device("cpu", threads)
+    target, path = with_target(settings.target), profile_path()
+    if kernels.available():
+        kernels.use_isa(kernels.isa_of(target.isa))
+    config = planned_config(target)
+    if not has_sizes(config):
+        raise UserError(f"the config.json of a {config.get('model_type')} model lacks its sizes")
+    known, profile = known_costs(target, path, device=device or "cpu"), load_profile(path)
+    spread_calibration, nodes = None, None
+    if spread is not None:
+        over = {"shards": len(spread.target.shards), "threads": len(spread.target.cores)}
+        spread_calibration = known_costs(target, path, device="cpu", **over).calibration
+        nodes = nodes_of_layouts(layout, spread, profile)
+    folder, calibration = find_folder(target.model, files=CONFIG_ALONE), known.calibration
+    kept = [
+        one
+        for entry in profile.entries
+        if entry.key.machine == machine_key()
+        for one in entry.calibrations
+    ]
+    products = None
+    if calibration is not None:
+        limits = calibration.limits, "measured"
+    else:
+        products = product_seconds(target.weights, folder, target.activations)
+        alike = [one.limits for one in kept if one.limits.probe == kernels.computing()]
+        if before is not None and before.here is not None:
+            limits = before.here.limits
+        elif alike:
+            limits = alike[-1], OF_ANOTHER
+        else:
+            say("measuring bandwidth and arithmetic")
+            limits = measure_limits(PROBE_S), f"measured now, in {PROBE_S:g} s"
+    hardware = replace(_hardware(settings, device, limits, products, threads), nodes=nodes)
+    own = [] if calibration is None else [(calibration, "measured")]
+    for one, words in (*own, *((one, OF_ANOTHER) for one in reversed(kept))):
+        if one.overhead_s:
+            origin = Origin(f"{1e3 * one.overhead_s:.2g} ms ({words})")
+            messages = HERE.scaled(one.overhead_s)
+            hardware = replace(hardware, messages=messages, messages_from=origin)
+            break
+    return Subject(
+        configuration,
+        design_of(config, folder),
+        hardware,
+        device,
+        settings.draft.device if settings.draft.device != "auto" else device or "cpu",
+        settings.target.weights,
+        Known(
+            calibration,
+            known.parts if device is not None else None,
+            *(layout, spread, spread_calibration, limits),
+        ),
+        embedded=not settings.target.model,
+    )
+
+
+def _device_of(settings: Settings) -> str | None:
+    """The requested device besides the CPU, or the first GPU; None without one. The CPU counts as
+    one if a split names it."""
+    if settings.target.split.device:
+        return settings.target.split.device
+    if settings.target.device != "cpu":
+        return settings.target.device
+    from dovetail.workers.devices.opening import first_device
+
+    return None if (found := first_device()) == "cpu" else found
+
+
+def _hardware(
+    settings: Settings,
+    device: str | None,
+    limits_there: tuple[MachineLimits, str],
+    products: RowsSeconds | None,
+    threads: int,
+) -> Hardware:
+    (limits, source), memory = limits_there, settings.memory
+    peak = limits.peak_of(settings.target.weights, library=False)
+    host = Engine(limits.bandwidth_gb_s, peak, source=source, products=products)
+    single = limits.peak_gflop_s["fp32"] / threads
+    core = Engine(limits.bandwidth_gb_s, single, source=f"{source}; a core's share")
+    ram = memory.ram_bytes if memory.ram_bytes is not None else free_memory_bytes()
+    if device is None:
+        return Hardware("this machine", host, None, core, host_bytes=ram)
+    if device == "cpu":
+        return Hardware(
+            *("this machine, whose CPU stands for a GPU", host, host, core),
+            *(STAND_IN_SHARE * limits.bandwidth_gb_s, "half of the bandwidth"),
+            overlaps=False,
+            device_bytes=memory.vram_bytes if memory.vram_bytes is not None else ram,
+            host_bytes=ram,
         )
+    from dovetail.workers.calibration.devices import probe_device
+    from dovetail.workers.devices.opening import open_device
+    from dovetail.workers.serving.spread import FREE_SHARE
 
-    def _node(self, one: Alternative) -> dict[str, Any]:
-        """Return the setting that keeps a target on the node of an alternative if `auto` would
-        spread it because of measurements; else none."""
-        if self.here is None or self.here.spread is None or one.option.nodes > 1:
-            return {}
-        target = self.configuration.settings.target.model_copy(update={"weights": self.weights})
-        nodes = format_numbers(self.here.layout.target.nodes)
-        return {"target.numa": nodes} if choice_of(target).numa == "shard" else {}
-
-
-def _giga(size: int | None) -> float | None:
-    return None if size is None else size / 1e9
-
-
-def subject_here(
-    configuration: Configuration, say: Callable[[str], None], before: Here | None = None
-) -> Subject:
-    """The target of the settings on this machine; `before`: of the same one in other weights."""
-    if model := configuration.settings.target.model:
-        read_config(folder_of(model), "target model")  # an error before anything is measured
-    here = look_here(configuration, say, before)
-    target = configuration.settings.target
-    subject = Subject(
-        configuration, here.design, here.hardware, here.device, here.draft_device, target.weights
+    opened = open_device(device, threads)
+    free = int(FREE_SHARE * opened.free_bytes())
+    found = probe_device(opened)
+    return Hardware(
+        *(f"this machine with {opened.name}", host),
+        Engine(found.read_gb_s, found.gflop_s, source="measured now"),
+        Engine(found.read_gb_s, found.half_gflop_s, source="measured now"),
+        found.link_gb_s,
+        "measured now",
+        device_bytes=free if memory.vram_bytes is None else min(free, memory.vram_bytes),
+        host_bytes=ram,
+        core=core,
     )
-    subject.embedded, subject.here = not target.model, here
-    subject.prices = price(
-        subject.hardware,
-        subject.target,
-        here.design.width(target.weights),
-        here.calibration,
-        here.parts,
-    )
-    return subject
 
 
 def folder_of(source: str) -> Path:
@@ -305,6 +527,4 @@ def folder_of(source: str) -> Path:
         raise CheckpointError(
             f"{source} is not a folder with a config.json, a GGUF file or a hub id (OWNER/NAME)"
         )
-    from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder  # half a second
-
     return find_folder(str(folder), files=CONFIG_ALONE)

@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.launch.planning.alternatives import Alternative
 from dovetail.launch.planning.designs import LOOKUP
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
@@ -20,46 +19,38 @@ SHARD = "shard"  # the value of target.numa that spreads a target over memory no
 WORTH = 1.02  # times the target alone: less is within what two runs differ by
 
 
-def placement(one: Alternative, device: str) -> str:
-    option = one.option
+def placement(one: Option, device: str) -> str:
     parts = []
-    if option.on_cpu:
-        parts.append(
-            f"cpu {_span(0, option.on_cpu - 1)}" + ("" if option.computed else " and head")
-        )
-    if option.computed:
-        kinds = ((option.resident, "resident"), (option.streamed, "streamed"))
+    if one.on_cpu:
+        parts.append(f"cpu 0-{one.on_cpu - 1}" + ("" if one.computed else " and head"))
+    if one.computed:
+        kinds = ((one.resident, "resident"), (one.streamed, "streamed"))
         how = ", ".join(f"{count} {word}" for count, word in kinds if count)
-        parts.append(f"{device} {_span(option.on_cpu, option.layers - 1)} ({how}) and head")
-        if option.host_experts:
+        parts.append(f"{device} {one.on_cpu}-{one.layers - 1} ({how}) and head")
+        if one.host_experts:
             parts.append("experts on the cpu")
-    if option.nodes > 1:
-        parts.append(f"over {option.nodes} memory nodes")
+    if one.nodes > 1:
+        parts.append(f"over {one.nodes} memory nodes")
     words = ", ".join(parts)
-    return f"{words}; {one.option.draft.name}" if one.option.draft is not None else words
+    return f"{words}; {one.draft.name}" if one.draft is not None else words
 
 
-def _span(first: int, last: int) -> str:
-    return f"{first}-{last}"
-
-
-def why(one: Alternative) -> str:
+def why(one: Option) -> str:
     """Return its bottleneck."""
-    option = one.option
-    rows = 1 if option.tree is None else option.tree.gamma + 1
-    passes = f"{_ms(option.verify_s)} a pass of {rows} {'row' if rows == 1 else 'rows'}"
-    drafting = f", {_ms(option.draft_s)} of drafting waited for" if option.tree is not None else ""
+    rows = 1 if one.tree is None else one.tree.gamma + 1
+    passes = f"{_ms(one.verify_s)} a pass of {rows} {'row' if rows == 1 else 'rows'}"
+    drafting = f", {_ms(one.draft_s)} of drafting waited for" if one.tree is not None else ""
     bound = {
         "draft": "drafting takes longest",
-        "link": f"the link is busy for {_ms(option.copy_s)} a round",
+        "link": f"the link is busy for {_ms(one.copy_s)} a round",
         "cpu": "layers on the CPU take longest",
         "device": "layers on the device take longest",
-    }[option.bound]
+    }[one.bound]
     return f"{passes}{drafting}: {bound}"
 
 
-def tree_of(one: Alternative) -> str:
-    tree = one.option.tree
+def tree_of(one: Option) -> str:
+    tree = one.tree
     return "-" if tree is None else f"{tree.gamma}/{tree.depth}/{tree.width} {tree.policy}"
 
 
@@ -72,19 +63,16 @@ def figure(value: float) -> str:
     return f"{value:.3g}" if value < 1000.0 else f"{value:.0f}"
 
 
-def settings(
-    one: Alternative, device: str, draft_device: str, base: Configuration
-) -> dict[str, Any]:
+def settings(one: Option, device: str, draft_device: str, base: Configuration) -> dict[str, Any]:
     """Dotted names and values of all that starts it, in the order of the settings."""
-    option = one.option
     about = ["target.model", "target.weights", "target.threads", "target.numa"]
     if base.settings.target.weights in (INT4, FILE):
         about.append("target.activations")
     found: dict[str, Any] = {
         name: base.value(name) for name in about if base.value(name) != SETTINGS[name].default
     }
-    found |= _target(option, device)
-    if one.candidate is None or option.tree is None:
+    found |= _target(one, device)
+    if one.draft is None or one.tree is None:
         found["draft.kind"] = "none"
     else:
         own = one.candidate.settings
@@ -95,13 +83,13 @@ def settings(
         }
         found |= (
             {"draft.share": True}
-            if one.offered is not None and one.offered.shared
+            if one.draft.shares
             else {"draft.device": draft_device}
             if own.kind != LOOKUP
             else {}
         )
         found |= {
-            f"tree.{name}": getattr(option.tree, name)
+            f"tree.{name}": getattr(one.tree, name)
             for name in ("policy", "gamma", "depth", "width")
         }
     for name in found.keys() & {"target.model", "draft.model"}:
@@ -152,7 +140,7 @@ def _short(name: str) -> str:
 
 
 def verdict(
-    found: Sequence[Alternative],
+    found: Sequence[Option],
     size: int,
     link: Link | None,
     layer_bytes: int,
@@ -163,7 +151,7 @@ def verdict(
     instead (Dovetail paper, Appendix B); `size`: bytes that a pass reads."""
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
     said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
-    if best.candidate is not None and best.candidate.kind == LOOKUP:
+    if best.draft is not None and best.candidate.kind == LOOKUP:
         said.append("no other known draft pays for its time; a look-up takes almost none")
     elif alone is not None and best is not alone:
         gain = best.tokens_per_s / alone.tokens_per_s
@@ -186,11 +174,11 @@ def verdict(
         said.append(f"speculation is not worth it here: {cause}")
     if (over := _over_nodes(found)) is not None:
         said.append(over)
-    mixed = next((one for one in found if one.option.on_cpu and one.candidate is not None), None)
+    mixed = next((one for one in found if one.on_cpu and one.candidate is not None), None)
     if mixed is not None and dense:
         copy_s = 0.0 if link is None else link.layer_s(1)
         bus = layer_bytes / copy_s / GIGA if copy_s else None
-        judged = against_offloading(size * mixed.option.tokens_per_s / GIGA, bus)
+        judged = against_offloading(size * mixed.tokens_per_s / GIGA, bus)
         said.append(
             f"heterogeneous speculation ({mixed.name}) against offloading (Appendix B, "
             f"equation 6): {judged}"
@@ -198,15 +186,15 @@ def verdict(
     return said
 
 
-def _over_nodes(found: Sequence[Alternative]) -> str | None:
+def _over_nodes(found: Sequence[Option]) -> str | None:
     """Describe the gain from spreading the target over memory nodes; None if it was not considered,
     or nothing else was."""
-    spread = next((one for one in found if one.option.nodes > 1), None)
-    other = next((one for one in found if one.option.nodes == 1), None)
+    spread = next((one for one in found if one.nodes > 1), None)
+    other = next((one for one in found if one.nodes == 1), None)
     if spread is None or other is None:
         return None
     return (
-        f"over {spread.option.nodes} memory nodes (target.numa = {SHARD!r}): "
+        f"over {spread.nodes} memory nodes (target.numa = {SHARD!r}): "
         f"{spread.tokens_per_s / other.tokens_per_s:.2f} times the best on one ({other.name}, "
         f"{figure(other.tokens_per_s)} tokens/s)"
     )
@@ -232,30 +220,30 @@ def against_offloading(needed_gb_s: float, bus_gb_s: float | None) -> str:
 
 
 def told(
-    one: Alternative, device: str, found: Mapping[str, Any], alone: Alternative | None
+    one: Option, device: str, found: Mapping[str, Any], alone: Option | None
 ) -> dict[str, Any]:
     """An alternative in the format of `--json`."""
-    option, tree, candidate = one.option, one.option.tree, one.candidate
+    tree, candidate = one.tree, one.candidate
     return {
         "name": one.name,
         "placement": placement(one, device),
         "tokens_per_s": one.tokens_per_s,
-        "tau": option.tau,
+        "tau": one.tau,
         "speedup": one.tokens_per_s / alone.tokens_per_s if alone is not None else None,
         "policy": tree.policy if tree is not None else None,
         "gamma": tree.gamma if tree is not None else 0,
         "depth": tree.depth if tree is not None else None,
         "width": tree.width if tree is not None else None,
         "blocks": candidate.blocks if candidate is not None else None,
-        "layers": {"cpu": option.on_cpu, "resident": option.resident, "streamed": option.streamed},
+        "layers": {"cpu": one.on_cpu, "resident": one.resident, "streamed": one.streamed},
         "round_ms": {
-            "draft": option.draft_s * MS,
-            "verify": option.verify_s * MS,
-            "beside": option.beside_s * MS,
+            "draft": one.draft_s * MS,
+            "verify": one.verify_s * MS,
+            "beside": one.beside_s * MS,
         },
-        "memory_nodes": option.nodes,
-        "vram_gb": option.device_bytes / GIGA,
-        "ram_gb": option.host_bytes / GIGA,
+        "memory_nodes": one.nodes,
+        "vram_gb": one.device_bytes / GIGA,
+        "ram_gb": one.host_bytes / GIGA,
         "why": why(one),
         "acceptance": candidate.acceptance.origin if candidate is not None else None,
         "lacks": candidate.lacks if candidate is not None else "",

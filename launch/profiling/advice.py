@@ -132,7 +132,7 @@ def _weights(rates: Rates, subject: Subject, say: Callable[[str], None]) -> Iter
     tensors = read_tensors(folder_of(with_target(base.settings.target).model))
     halves = ["half"] if half_of(tensors) and subject.weights == "fp32" else []
     for weights in [*halves, "int8"] if subject.weights in ("fp32", "half") else []:
-        other = subject_here(base.over("profile", {"target.weights": weights}), say, subject.here)
+        other = subject_here(base.over("profile", {"target.weights": weights}), say, subject)
         share = _quotient(_whole(other), _whole(subject))
         machine = rates.planner.machine
         assert machine.host is not None
@@ -151,7 +151,7 @@ def _weights(rates: Rates, subject: Subject, say: Callable[[str], None]) -> Iter
 
 
 def _whole(subject: Subject) -> Seconds:
-    host = subject.prices.machine.host
+    host = subject.machine.host
     assert host is not None
     return lambda rows: subject.target.layers * host.layer_s(rows) + host.head_s(rows)
 
@@ -180,10 +180,10 @@ def _placements(rates: Rates, subject: Subject) -> Iterator[Advice]:
         (candidate,) = reader.read([with_draft(draft).model])
         candidates = [replace(candidate, acceptance=found, trees=trees)]
     every = subject.search(candidates, lambda _: None)
-    stays = [one for one in every if not one.option.computed and one.option.nodes == 1]
-    now = [one for one in stays if (one.candidate is not None) is bool(candidates)]
+    stays = [one for one in every if not one.computed and one.nodes == 1]
+    now = [one for one in stays if (one.draft is not None) is bool(candidates)]
     for one in every if now else ():
-        if not one.option.computed and one.option.nodes == 1:
+        if not one.computed and one.nodes == 1:
             continue
         device = subject.device or "cpu"
         flags = _flags(settings(one, device, device, base), base)

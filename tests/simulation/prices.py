@@ -7,8 +7,6 @@ al., 2009), and something for each layer.
 from dataclasses import dataclass
 
 from dovetail.launch.planning.machines import (
-    GIGA,
-    MICRO,
     SIZES,
     DraftPart,
     Machine,
@@ -21,6 +19,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, Origin
+from dovetail.runtime.planner import GIGA, MICRO
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dovetail.launch.planning.designs import design_of, read_config
-from dovetail.launch.planning.prices import Engine, Hardware, price
 from dovetail.protocol.calibration import STATELESS, LeastTime, StateTraffic
+from dovetail.runtime.planner import Engine, Hardware, Machine
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.backends.sizes import TREE_ROWS, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import RECURRENT_FAMILIES
@@ -65,8 +65,7 @@ def test_plans_and_limits_count_the_states_of_a_pass(tmp_path: Path) -> None:
     engine = Engine(bandwidth_gb_s=1.0, gflop_s=1e9)
     hardware = Hardware("a machine", engine, None, engine)
     found, without = (
-        price(hardware, one, 4.0).machine.host
-        for one in (target, replace(target, states=STATELESS))
+        Machine.of(hardware, one, 4.0).host for one in (target, replace(target, states=STATELESS))
     )
     assert found is not None
     assert without is not None
