@@ -17,6 +17,7 @@ from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.machines import machine_names, read_machine
+from dovetail.launch.planning.planner import Draft, Machine, Planner, Target, Tree
 from dovetail.launch.planning.recording import (
     ABOUT,
     About,
@@ -34,7 +35,6 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, 
 from dovetail.runtime import planner as places
 from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import Messages
-from dovetail.runtime.planner import Draft, Machine, Planner, Target, Tree
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.serving.open_target import open_target_worker

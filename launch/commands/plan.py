@@ -1,6 +1,6 @@
 """`dovetail plan`: where layers and a draft should be, its tree, tokens/s, memory, and whether
 speculation pays. Reads config.json alone, costs that `calibrate` kept or estimates, and acceptance
-from recorded rounds or papers. `runtime/planner.py` searches."""
+from recorded rounds or papers. `launch/planning/planner.py` searches."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.choice import drafts_there
 from dovetail.launch.planning.designs import Design, config_of, planned_types, read_design
 from dovetail.launch.planning.machines import SIZES, machine_names, read_machine
+from dovetail.launch.planning.planner import Option
 from dovetail.launch.planning.recording import read_library
 from dovetail.launch.planning.subject import GPU, KINDS, Subject, folder_of, subject_here
 from dovetail.launch.planning.words import figure, placement, serve_command, tree_of
@@ -27,7 +28,6 @@ from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings, byte_count
-from dovetail.runtime.planner import Option
 from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 

@@ -12,11 +12,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.launch.planning.planner import Tree
 from dovetail.launch.planning.recording import Floats, Library, Position, Recording
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.tree import ROOT
-from dovetail.runtime.planner import Tree
 from dovetail.workers.heads.kind import Figures
 from dovetail.workers.heads.registry import KINDS
 

@@ -26,11 +26,11 @@ from dovetail.launch.planning.designs import (
     small_size,
     substitute_size,
 )
+from dovetail.launch.planning.planner import Draft, Tree
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings
-from dovetail.runtime.planner import Draft, Tree
 from dovetail.workers.heads.registry import kind_of_architecture, setting_of
 from dovetail.workers.models.checkpoints.gguf.view import spelled, weight_paths
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.planning.machines import SIZES
+from dovetail.launch.planning.planner import Hardware, Seconds, Target
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.calibration import RowsSeconds, StateTraffic
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import TargetSettings
-from dovetail.runtime.planner import Hardware, Seconds, Target
 from dovetail.workers import kernels
 from dovetail.workers.models.backends.placement import coded_bytes, needed_bytes, substitute_bytes
 from dovetail.workers.models.backends.sizes import (

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from dovetail.launch.planning.planner import GIGA, MICRO, Engine, Hardware
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import Frozen
 from dovetail.runtime.costs.nodes import Nodes
 from dovetail.runtime.costs.rounds import Messages, Origin
-from dovetail.runtime.planner import GIGA, MICRO, Engine, Hardware
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 

@@ -15,18 +15,7 @@ from dovetail.launch.machine.sharding import choice_of, layouts_for, nodes_of_la
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import LOOKUP, Design, design_of, loss_of, read_config
-from dovetail.launch.planning.words import settings, told, tree_of, verdict
-from dovetail.launch.processes.nursery import thread_environment
-from dovetail.launch.processes.preflight import free_memory_bytes, is_path
-from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_draft, with_target
-from dovetail.protocol.calibration import Calibration, DeviceCosts, MachineLimits, RowsSeconds
-from dovetail.protocol.errors import CheckpointError, UserError
-from dovetail.protocol.experts import DENSE
-from dovetail.protocol.profile import load_profile, machine_key
-from dovetail.protocol.settings import Settings
-from dovetail.runtime.costs.rounds import Origin
-from dovetail.runtime.planner import (
+from dovetail.launch.planning.planner import (
     HERE,
     MEASURED,
     Draft,
@@ -39,6 +28,17 @@ from dovetail.runtime.planner import (
     Target,
     by_budget,
 )
+from dovetail.launch.planning.words import settings, told, tree_of, verdict
+from dovetail.launch.processes.nursery import thread_environment
+from dovetail.launch.processes.preflight import free_memory_bytes, is_path
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.protocol.calibration import Calibration, DeviceCosts, MachineLimits, RowsSeconds
+from dovetail.protocol.errors import CheckpointError, UserError
+from dovetail.protocol.experts import DENSE
+from dovetail.protocol.profile import load_profile, machine_key
+from dovetail.protocol.settings import Settings
+from dovetail.runtime.costs.rounds import Origin
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved, weight_paths
 from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.launch.planning.designs import LOOKUP
+from dovetail.launch.planning.planner import Link, Option
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import SHORT_FORMS
-from dovetail.runtime.planner import Link, Option
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.gguf.view import FILE, spelled
 

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from dovetail.launch.planning.candidates import Reader
+from dovetail.launch.planning.planner import Option, Planner, Seconds, Tree
 from dovetail.launch.planning.subject import Subject, folder_of, subject_here
 from dovetail.launch.planning.words import placement, settings
 from dovetail.launch.profiling.evidence import Evidence
@@ -15,7 +16,6 @@ from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.settings import DRAFT_KINDS
 from dovetail.runtime.costs.rounds import PairCosts
-from dovetail.runtime.planner import Option, Planner, Seconds, Tree
 from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors
 
 WORTH = 1.02  # a smaller gain is none: it is within what two runs differ by

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from dovetail.launch.planning.planner import Tree
 from dovetail.launch.profiling.samplers import Sample
 from dovetail.launch.profiling.timeline import NS, Slice
 from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.messages import PairState, RoundRecord, SeenRound, SeenWorker, WorkerState
-from dovetail.runtime.planner import Tree
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import fmean
 
+from dovetail.launch.planning.planner import Draft, Machine, Place, Planner, Target, Tree
 from dovetail.launch.profiling import timeline
 from dovetail.launch.profiling.evidence import Evidence
 from dovetail.launch.profiling.timeline import NS
@@ -17,7 +18,6 @@ from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.costs.passes import RowCosts
 from dovetail.runtime.costs.rounds import DRAFTED_HOPS, UNDRAFTED_HOPS, PairCosts
-from dovetail.runtime.planner import Draft, Machine, Place, Planner, Target, Tree
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
 LEAST_PLAIN = 4

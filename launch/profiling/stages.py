@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from dovetail.launch.console.terminal import counted, note, progress_bar, spinner
 from dovetail.launch.files.directory import announcements
 from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.planning.planner import Tree
 from dovetail.launch.processes.connection import (
     Connection,
     ahead_of,
@@ -31,7 +32,6 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported
 from dovetail.protocol.settings import Settings, TreeSettings
-from dovetail.runtime.planner import Tree
 
 OWN_END = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
 """Hosts of a URL that are this machine, wherever its server listens."""

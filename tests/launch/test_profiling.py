@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from dovetail.launch.planning.planner import Tree
 from dovetail.launch.planning.words import against_offloading
 from dovetail.launch.profiling import figure, timeline
 from dovetail.launch.profiling.advice import Rates, advise
@@ -21,7 +22,6 @@ from dovetail.launch.profiling.timeline import Actor, Slice
 from dovetail.launch.profiling.workload import Soundings, Watch
 from dovetail.protocol.experts import Mixture, Routing
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
-from dovetail.runtime.planner import Tree
 from support.cases import everyday
 from support.profiled import made_up_run, with_experts
 

@@ -9,8 +9,7 @@ import pytest
 
 from dovetail.launch.planning.acceptance import Assumed, published
 from dovetail.launch.planning.designs import Design, config_of
-from dovetail.runtime.costs.rounds import Messages
-from dovetail.runtime.planner import (
+from dovetail.launch.planning.planner import (
     BUFFERS,
     Draft,
     Link,
@@ -22,6 +21,7 @@ from dovetail.runtime.planner import (
     Tree,
     by_budget,
 )
+from dovetail.runtime.costs.rounds import Messages
 from dovetail.workers.models.backends import placement
 from dovetail.workers.models.backends.placement import Demand, place_layers
 from dovetail.workers.models.backends.sizes import sizes_of

@@ -14,12 +14,12 @@ from dovetail.launch.planning.machines import (
     TargetPart,
     Weights,
 )
+from dovetail.launch.planning.planner import GIGA, MICRO
 from dovetail.protocol.calibration import WEIGHT_BYTES, ContextCurve, LeastTime, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, Origin
-from dovetail.runtime.planner import GIGA, MICRO
 
 
 @dataclass(frozen=True)

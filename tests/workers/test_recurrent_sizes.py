@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dovetail.launch.planning.designs import design_of, read_config
+from dovetail.launch.planning.planner import Engine, Hardware, Machine
 from dovetail.protocol.calibration import STATELESS, LeastTime, StateTraffic
-from dovetail.runtime.planner import Engine, Hardware, Machine
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.backends.sizes import TREE_ROWS, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import RECURRENT_FAMILIES
