@@ -45,7 +45,7 @@ class RowsSeconds(Frozen):
 
     @classmethod
     def rising(cls, rows: Sequence[int], seconds: Iterable[float]) -> "RowsSeconds":
-        """Return a curve that never falls: a noisy value is raised to its predecessor."""
+        """Return a monotonic curve: a value below its predecessor is noise and is raised to it."""
         return cls(rows=tuple(rows), seconds=tuple(accumulate(seconds, max)))
 
     def at(self, rows: int) -> float:
@@ -95,8 +95,8 @@ class ExpertCosts(Frozen):
         return self
 
     def measured(self, rows: int) -> float:
-        """Return how many experts the measured passes over `rows` rows used. If `rows` was not
-        measured, the variety of the nearest measured pass is assumed."""
+        """Return how many experts the measured passes over `rows` rows used. Between measurements,
+        the variety of the nearest measured pass is assumed."""
         near = min(self.passes, key=lambda seen: (abs(seen[0] - rows), seen[0]))
         if near[0] == rows:
             return near[1]
@@ -115,8 +115,8 @@ class StateTraffic:
 
     @property
     def fixed(self) -> float:
-        """Return the bytes that every pass moves: states are read, and written once per
-        `ROWS_WRITTEN` committed rows, of which a pass adds at least one."""
+        """Return the bytes that every pass moves: states are read in each pass, and written once
+        per `ROWS_WRITTEN` committed rows; a pass commits at least one."""
         return self.states * (1 + 1 / ROWS_WRITTEN)
 
     @property
@@ -129,8 +129,7 @@ STATELESS = StateTraffic()
 ROWS_WRITTEN = 8
 """Committed rows per write of the states (`workers/models/recurrent/states.py`)."""
 OPERATIONS = 7
-"""Operations per number of a state: decay and add to recall a key, the same to update it, and one
-to read it."""
+"""Operations per number of a state: two to recall a key, two to update, and one to read it."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +158,8 @@ class LeastTime:
         mixture: Mixture = DENSE,
         states: StateTraffic = STATELESS,
     ) -> "LeastTime":
-        """Return the least time for weights of this many bytes that need this many operations per
-        row if all are used, and for states."""
+        """Return the bound for weights of this many bytes with this many operations per row,
+        experts included, and for states."""
         row_s = (mixture.active * operations + states.operations) / (gflop_s * 1e9)
         whole_s, states_s, factors_s = (
             moved / (bandwidth_gb_s * 1e9) for moved in (size, states.fixed, states.row)
@@ -213,8 +212,8 @@ class MachineLimits(Frozen):
         states: StateTraffic = STATELESS,
         size: int = 0,
     ) -> LeastTime:
-        """Return the least time of passes through this many weights of a type, and states; `size`:
-        their bytes, if the type does not determine them."""
+        """Return the bound for this many weights of a type, and for states; `size`: bytes of the
+        weights, if the type does not determine them."""
         return LeastTime.of(
             size=size or parameters * WEIGHT_BYTES.get(weights, 4),
             operations=2 * parameters,
@@ -235,8 +234,8 @@ class Calibration(Frozen):
     """Cached rows for which `t_v` holds."""
     t_v: RowsSeconds
     t_v_limit: RowsSeconds
-    """The physical limit: max((packed weights and states that are read) / bandwidth, (2 x rows x
-    active parameters and operations on states) / peak)."""
+    """The physical limit: max(bytes of packed weights and states / bandwidth, operations / peak),
+    with 2 x rows x active parameters operations, and those on states."""
     t_v_by_context: tuple[ContextCurve, ...]
     experts: ExpertCosts | None = None
     """How experts contribute to `t_v`; None: the model has none, or they were not counted."""
@@ -258,8 +257,8 @@ class ReadingCosts(Frozen):
 
     @property
     def better_from(self) -> int | None:
-        """Return the smallest measured number of rows from which the device is always faster; None
-        if it is slower at the largest one."""
+        """Return the smallest measured number of rows from which on the device is faster; None if
+        it is slower at the largest."""
         points = sorted({*self.local.rows, *self.streamed.rows}, reverse=True)
         better = list(takewhile(lambda rows: self.streamed.at(rows) < self.local.at(rows), points))
         return better[-1] if better else None
@@ -277,6 +276,6 @@ class DeviceCosts(Frozen):
     streamed: RowsSeconds
     """One of several layers whose weights are streamed to the device."""
     head: RowsSeconds
-    """The output head, and everything else in a pass but the layers, on the device."""
+    """The output head and everything else outside the layers, on the device."""
     host_layer: RowsSeconds
     host_head: RowsSeconds

@@ -24,11 +24,11 @@ MAX_ITEMS = 4 << 20
 65536 spans, has 3.6 million."""
 MAX_FIELDS = 256
 SMALL_BYTES = 512
-"""Bodies up to this size are not walked first: no array has more items than it has bytes."""
+"""Bodies up to this size need no walk: an array has at most as many items as bytes."""
 _CONTAINER_ITEMS = 8
 UNCOUNTED_BYTES = MAX_ITEMS // (1 + _CONTAINER_ITEMS)
-"""A complete body up to this size cannot have too many items, since each item and container takes
-at least a byte: its items are not counted."""
+"""Items of a complete body up to this size are not counted: each takes at least a byte, so they
+cannot exceed `MAX_ITEMS`."""
 
 M = TypeVar("M")
 C = TypeVar("C", bound=Sized)
@@ -51,7 +51,7 @@ class Dialect(Generic[M]):
             return TypeAdapter(self._tagged)
 
     def decode(self, frames: Sequence[bytes]) -> M:
-        """The message in `frames`; `DecodeError` if they hold none of this dialect."""
+        """Return the message in `frames`; `DecodeError` if they hold no message of this dialect."""
         body = _unpack(frames)
         member = self._members.get(tag) if isinstance(tag := body.get("type"), str) else None
         _attach(body, member, frames[1:])
@@ -67,7 +67,7 @@ class Dialect(Generic[M]):
 
 
 def encode(message: Message) -> list[bytes]:
-    """The frames of a message: the body, then one frame for each of its arrays that is present;
+    """Return the frames of a message: the body, then one for each array that is not None;
     `ProtocolError` if the body is beyond the limit."""
     body = message.__pydantic_serializer__.to_python(message)
     arrays = [body[name].pop("data") for name in message.ARRAYS if body[name] is not None]
@@ -117,10 +117,8 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
 
 
 def _measure(body: bytes) -> None:
-    """Walk over the body without building anything.
-
-    A body that passes is complete, and so has no more items than bytes; a few bytes that claim
-    nested arrays of millions are rejected here."""
+    """Walk over the body without building objects. This rejects a few bytes that claim nested
+    arrays of millions: a body that passes is complete, and has at most as many items as bytes."""
     walker = msgpack.Unpacker(read_size=1, max_buffer_size=MAX_BODY_BYTES)
     walker.feed(body)
     walker.skip()

@@ -55,7 +55,7 @@ class DecodeError(ProtocolError):
 
 
 class StaleError(ProtocolError):
-    """A message that is late, duplicate or of another incarnation: it is counted and ignored."""
+    """A message that is late, duplicate or of another incarnation; it is counted and ignored."""
 
 
 class OverError(StaleError):

@@ -1,9 +1,8 @@
-"""Mixtures of experts: which share of a model's weights a pass over some rows reads.
-
-Each row uses a few of the experts of a layer, so a pass over one row reads little of a model, and
-each further row of a tree reads more. `Mixture` assumes that rows choose independently and
-uniformly; rows of one text agree more often, and read less: `Routing` predicts how many experts M
-rows use from how varied their choices are. Knows counts and shares only."""
+"""Mixtures of experts: the share of a model's weights that a pass over M rows reads. Each row uses
+a few experts of a layer, so a pass over one row reads little of a model, and each further row of a
+tree reads more. `Mixture` assumes that rows choose independently and uniformly. Rows of one text
+agree more often and read less: `Routing` predicts the number of experts from the variety of their
+choices. Knows counts and shares only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ class Mixture:
 
     @property
     def active(self) -> float:
-        """Return the share of the weights that one row is multiplied with."""
+        """Return the share of the weights that one row uses."""
         return self.read(1)
 
     def read(self, rows: float) -> float:
@@ -63,7 +62,7 @@ class Routing(Frozen):
         return self
 
     def unique(self, rows: float, variety: float = 1.0) -> float:
-        """Return the expected number of experts U that a pass over `rows` rows M uses: U = E (1 -
+        """Return the expected number of experts U that a pass over M = `rows` rows uses: U = E (1 -
         (1 - k / E)^(M^variety)), with k = `row` and E = `most`. At `variety` 1 rows choose
         independently, at 0 all choose the same experts. The exponent is as in Heaps' law for the
         number of different words in a text."""
@@ -80,8 +79,8 @@ class Routing(Frozen):
 
 
 def count_experts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many experts a layer has according to a config.json, and how many of them a row
-    uses; (1, 1) for a model without experts."""
+    """Return the experts of a layer and those that a row uses, from a config.json; (1, 1) for a
+    model without experts."""
     count = max((_number(config.get(name)) for name in COUNTS), default=0)
     if count <= 1:
         return 1, 1

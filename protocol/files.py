@@ -30,7 +30,7 @@ REMEDIES = {
 }
 OF_WRITING = (errno.EACCES, errno.EPERM, errno.ENOENT)
 NO_TEMPORARY, USUAL = "No usable temporary directory", ("/tmp", "/var/tmp")
-"""The error of `tempfile` if it finds no folder, and two folders that it tries."""
+"""Part of the error of `tempfile` if it finds no folder, and two folders that it tries."""
 MOST_READ = 16 << 20  # largest size in bytes of a hand-written file
 MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
@@ -55,14 +55,13 @@ def refusal(error: OSError, *, writes: bool = True) -> str:
 
 
 def unread(error: OSError, absent: str) -> str:
-    """Return why a file was not read, with a remedy; `absent`: the remedy if it is missing."""
+    """Return why a file cannot be read, with a remedy; `absent`: the remedy if it is missing."""
     remedy = {errno.ENOENT: absent, errno.EACCES: "let your user read it"}.get(error.errno or 0)
     return f"{error.strerror}; {remedy}" if remedy else refusal(error, writes=False)
 
 
 def cache_folder() -> Path:
-    """Return the folder for what is kept between starts: dovetail in $XDG_CACHE_HOME, else in
-    ~/.cache. It may not exist yet.
+    """Return the cache folder: dovetail in $XDG_CACHE_HOME, else in ~/.cache. It may not exist yet.
 
     For a user without a home it begins with "~" and cannot be created."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -76,8 +75,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def writing(path: Path, what: str) -> Iterator[None]:
-    """Raise `OutputError` if the system refuses to write `what` to the file or folder `path`;
-    nothing else may be read or written in this block."""
+    """Raise `OutputError` if the system refuses to write `what` to the file or folder `path`; do
+    nothing else in this block."""
     try:
         yield
     except OSError as error:
@@ -85,7 +84,8 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 
 def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
-    """Append to an open file without its buffer, so that an error is raised here and only once."""
+    """Append to an open file, bypassing its buffer, so that an error is raised here and only
+    once."""
     with writing(path, what):
         left = memoryview(content)
         while left:

@@ -12,7 +12,7 @@ ROOT = Path("/")
 class GroupFolders:
     """The folders of this process's control groups.
 
-    A container often sees its own group as the root while /proc names the path on the host: paths
+    In a container the own group is often the root while /proc gives the path on the host, so paths
     that do not exist are skipped."""
 
     def __init__(self, root: Path = ROOT) -> None:

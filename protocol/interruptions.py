@@ -1,4 +1,4 @@
-"""Defers signals that end a process while an exception from their handler would be lost."""
+"""Defers signals that end a process while their handler's exception would be lost."""
 
 import signal
 import threading
@@ -9,12 +9,12 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Run the block (of some milliseconds) uninterrupted; signals that came meanwhile are handled
+    """Run the block (of some milliseconds) uninterrupted; signals that arrive meanwhile are handled
     after it.
 
     pydantic's compiled half turns an exception that a handler raises within it - SystemExit,
     KeyboardInterrupt - into a SchemaError, or swallows it. Python runs handlers in the main thread
-    only, so other threads have nothing to defer."""
+    only, so nothing is deferred in others."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -3,15 +3,15 @@
 A folder of keys, mode 0700, holds for each name one file `NAME.key` (JSON: name, roles, public,
 secret; mode 0600) and one file `NAME.pub` (the same without the secret). `coordinator` is the
 coordinator's own key; every other one is a peer's, and `roles` in its `.pub` file on the
-coordinator's machine decides what the peer may be, whatever it claims: draft, target, client or
+coordinator's machine lists its allowed roles, whatever the peer claims: draft, target, client or
 operator (a client that may swap and dismiss workers). With several machines, each needs:
 
     the coordinator's machine   coordinator.key and the NAME.pub of every peer
     a worker's or a client's    its own NAME.key and coordinator.pub, nothing else
 
 To revoke a peer, remove its `.pub` file from the coordinator's machine; no restart is needed: its
-further messages are dropped, and its next handshake is refused. Knows files; handshakes are judged
-in `links/handshakes.py`.
+further messages are dropped, and its next handshake is refused. Handles files only;
+`links/handshakes.py` checks handshakes.
 """
 
 import json
@@ -107,11 +107,9 @@ def generate_peer(folder: Path, name: str, roles: Sequence[str]) -> None:
 
 def rotate(folder: Path, name: str) -> None:
     """Replace the key pair `name` by a new one with the same roles; the old one is refused from now
-    on (the coordinator's, once it has restarted).
-
-    The new files must be copied to where the old ones were: `NAME.key` to the machine of the peer;
-    after rotating the coordinator, `coordinator.pub` to every peer, and the coordinator must be
-    restarted."""
+    on (the coordinator's old key, once it has restarted). Copy the new files to where the old ones
+    were: `NAME.key` to the machine of the peer; after rotating the coordinator, `coordinator.pub`
+    to every peer, and the coordinator must be restarted."""
     roles = read_public(_existing(folder, name)).roles
     _write_pair(folder, name, roles)
 
@@ -154,8 +152,8 @@ def load_own_key(folder: Path, name: str) -> OwnKey:
 
 
 def own_key_for(folder: Path, role: str) -> OwnKey:
-    """Return the key pair with which this machine takes `role`: the one of that name, else the only
-    one with that role; `KeysError` if there is none."""
+    """Return this machine's key pair for `role`: the one of that name, else the only one with that
+    role; `KeysError` if there is none."""
     check_folder(folder)
     if (folder / f"{role}.key").exists():
         return load_own_key(folder, role)
@@ -172,7 +170,7 @@ def own_key_for(folder: Path, role: str) -> OwnKey:
 
 
 def _remedy(folder: Path, role: str) -> str:
-    """Return how to get the key of a role; old deployments have no operator key."""
+    """Return how to get a key for a role; old deployments have no operator key."""
     if (folder / f"{COORDINATOR}.key").exists():
         return f"make it with `dovetail keygen --out {folder} --name {role} --role {role}`"
     made = "copy it from where `dovetail keygen` made it"
@@ -182,7 +180,7 @@ def _remedy(folder: Path, role: str) -> str:
 
 
 def _allows(held: Sequence[str], roles: Iterable[str]) -> bool:
-    """Return whether a key with the roles `held` covers these: an operator is a client, too."""
+    """Return whether a key with the roles `held` may take these; an operator is also a client."""
     return {*roles} <= {*held, *(("client",) if OPERATOR in held else ())}
 
 

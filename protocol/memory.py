@@ -26,17 +26,16 @@ LOG_BYTES = 8192  # a record of /dev/kmsg is never longer
 
 
 def release_memory() -> None:
-    """Return freed memory to the system. glibc keeps freed blocks of up to 32 MiB; packing the
-    layers of a model leaves many of them, and so does parsing a large tokenizer."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    """Return freed memory to the system. glibc keeps freed blocks of up to 32 MiB, many of them
+    after packing a model's layers or parsing a large tokenizer."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Suspend garbage collection within the block, which creates very many objects and few
-    cycles."""
+    """Suspend garbage collection within a block that creates many objects and few cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -101,7 +100,8 @@ def process_room() -> Room | None:
 
 
 def total_bytes(root: Path = ROOT) -> int | None:
-    """Return the machine's memory, or the least limit of our groups if lower; None if unknown."""
+    """Return the machine's memory, or the lowest limit of our groups if that is less; None if
+    unknown."""
     machine = _fields(read_text(root / "proc/meminfo")).get("MemTotal")
     return min(
         [*([] if machine is None else [machine]), *(limit for _, limit, _ in _limits(root))],
@@ -111,8 +111,8 @@ def total_bytes(root: Path = ROOT) -> int | None:
 
 def _rooms(root: Path) -> Iterator[Room]:
     found = _fields(read_text(root / "proc/meminfo"))
-    # what the kernel itself says (since 3.14), else what it is about: free, or full of what lies on
-    # a disk too
+    # the kernel's own estimate (since 3.14), else about that: free pages, and those that are also
+    # on disk
     cached = (
         found.get("Cached", 0)
         + found.get("Buffers", 0)
@@ -166,7 +166,7 @@ def _fields(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Kills:
-    """How many processes the kernel had killed for lack of memory at some moment."""
+    """The number of processes that the kernel had killed for lack of memory at some moment."""
 
     groups: tuple[tuple[Path, int], ...]
     """Counts by file of each control group around a process, innermost first."""
@@ -187,8 +187,8 @@ def count_kills(root: Path = ROOT) -> Kills:
 
 def why_killed(pid: int, before: Kills, root: Path = ROOT) -> str:
     """Return a sentence if the kernel killed a process for lack of memory, with the evidence; empty
-    if there is none. `before`: the counters when the process was started. Those of its control
-    groups and the log concern this process; the machine's may concern another one."""
+    if there is none. `before`: the counters when the process was started. Counts of its control
+    groups and the log concern this process; the machine's count may concern another one."""
     if any(
         int(killed) == pid and int(at_us) >= before.at_us
         for at_us, killed in KILLED.findall(_kernel_log(root / "dev/kmsg"))

@@ -1,4 +1,4 @@
-"""The coupled noise in plain numbers, the definition that all processes share.
+"""The coupled noise in plain Python: the definition that all processes share.
 
 The noise of token v at absolute position t of a session with a 128-bit key (k0, k1) is g =
 -log(-log1p(-u)), a standard Gumbel variate in float64 rounded to float32, with u = ((h >> 12) +
@@ -9,8 +9,8 @@ The noise of token v at absolute position t of a session with a 128-bit key (k0,
 
 The target emits argmax(z + g), an exact sample of softmax(z) (Gumbel-max); the draft ranks its
 candidates with the same g, so that the two agree more often. Daliri, Musco, Suresh, "Coupling
-without communication and drafter-invariant speculative decoding" (2024). The version over tensors
-is `workers/speculation/noise.py`; a test holds the two together. This module knows no tensors.
+without communication and drafter-invariant speculative decoding" (2024).
+`workers/speculation/noise.py` computes the same over tensors; a test compares the two.
 """
 
 import hashlib

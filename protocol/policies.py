@@ -1,5 +1,5 @@
-"""The table of tree policies: their names, and what settings, planner and commands need to know of
-each. How a policy grows a tree is in `workers/speculation/policies.py`."""
+"""The table of tree policies: their names, and the properties that settings, planner and commands
+need. `workers/speculation/policies.py` implements them."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ class PolicyTraits:
     fixed_shape: bool = False
     """The tree's shape does not depend on drawn tokens, so that rejection sampling is possible."""
     without_model: bool = False
-    """Works with a draft without a model, which grows best first, in one go."""
-    by_entropy: bool = False  # the policy goes by thresholds of entropy
-    full_levels: bool = False  # every level is offered whole, so that gamma is width times depth
+    """Works with a draft without a model, which grows its whole tree at once, best first."""
+    by_entropy: bool = False  # the policy needs entropy thresholds
+    full_levels: bool = False  # whole levels are offered, so gamma = width x depth
     pass_a_level: bool = True
     """A pass expands a level; False: a pass expands the best nodes of any level."""
     sizes_itself: bool = False

@@ -1,10 +1,9 @@
-"""The profile file: measurements of a machine, kept so that each is made once.
-
-For each combination of machine, software, weights, threads and model shapes, it holds how each
-linear layer is computed and the time of every candidate, and the calibration: target passes over M
-rows, draft passes over a level, and the hardware limits. JSON, written atomically under a lock,
-since several workers may start at once. Knows neither where the file is
-(`launch/files/directory.py` decides) nor how anything is measured."""
+"""The profile file: measurements of a machine, stored so that each is made once. For each
+combination of machine, software, weights, threads and model shapes it holds the chosen product of
+each linear layer with the times of all candidates, and the calibration: target passes over M rows,
+draft passes over a level, and the hardware limits. JSON, written atomically under a lock, since
+several workers may start at once. `launch/files/directory.py` decides where the file is; nothing is
+measured here."""
 
 import fcntl
 import hashlib
@@ -98,7 +97,7 @@ class Entry(Frozen):
         return self.model_copy(update={"calibrations": (*others, calibration)})
 
     def with_reading(self, reading: ReadingCosts) -> "Entry":
-        """Return the entry with this reading in place of that of the same device."""
+        """Return the entry with this prefill time in place of that of the same device."""
         others = tuple(r for r in self.readings if r.device != reading.device)
         return self.model_copy(update={"readings": (*others, reading)})
 

@@ -35,8 +35,7 @@ NAMES: Mapping[str, str] = {
     "encode": "a message becomes bytes (fine)",
     "send": "bytes are handed to the network (fine)",
     "receive": "the coordinator: bytes become a message (fine)",
-    "handle": "the coordinator: from an answer that a session waited for to the next command "
-    "for it",
+    "handle": "the coordinator: from an answer for which a session waited to its next command",
     "plan": "the coordinator: how the next round is drafted (fine)",
     "detokenise": "the coordinator: tokens become text (fine)",
     "queue": "a session waits for a worker that serves others, or reads its prompt",
@@ -49,11 +48,11 @@ MAX_BESIDE = 1024  # the most waiting spans outside of commands; the oldest are 
 MERGED_NS = 200_000
 """Coarse spans outside of commands that are closer than this are joined: between two passes ahead a
 worker checks for a command."""
-JOINED = frozenset({"prepare"})  # those that are always joined: they are short and many
+JOINED = frozenset({"prepare"})  # always joined: they are short and numerous
 
 
 class Spans:
-    """Records spans until they are taken away with the next event."""
+    """Records spans until the next event takes them."""
 
     def __init__(self) -> None:
         self.fine = False  # true if fine spans are recorded
@@ -84,7 +83,7 @@ class Spans:
         session: int | None = None,
         round: int | None = None,
     ) -> None:
-        """Add a span outside of commands; coarse ones are joined with the one just before."""
+        """Add a span outside of commands; a coarse one is joined with the previous one."""
         beside = self._beside
         if beside and (not self.fine or name in JOINED) and beside[-1][:2] == (session, round):
             last, since, duration = beside[-1][2]
@@ -118,8 +117,8 @@ class ClockOffset:
     offset_ns: int = field(default=0, init=False)
     bound_ns: int = field(default=0, init=False)
     ahead_ns: int = field(default=0, init=False)
-    """Assumed nanoseconds by which the peer's clock is ahead of ours: `offset_ns`, or 0 if that is
-    within the bound, since processes of one machine share a clock."""
+    """Nanoseconds by which the peer's clock is assumed to be ahead of ours: `offset_ns`, or 0 if
+    that is within the bound, since processes of one machine share a clock."""
 
     def add(self, sent_ns: int, peer_ns: int, received_ns: int) -> None:
         round_trip = received_ns - sent_ns

@@ -2,7 +2,7 @@
 
 Nodes are numbered 0..N-1 and a parent precedes its children; -1 stands for the root, the last
 committed token, which is not a node. Only tokens and parents are sent; depths, paths and ancestors
-are derived from them. Knows no scores and no model."""
+are derived from them. Independent of scores and models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -20,8 +20,8 @@ LARGEST_ID = (1 << 32) - 1
 
 
 class TokenTable:
-    """The ids and spellings of a vocabulary, its special tokens and its decoder: all that
-    detokenizing needs. It takes about ten bytes per token and is cheap to unpack."""
+    """The ids and spellings of a vocabulary, its special tokens and its decoder: everything needed
+    for detokenizing. It takes about ten bytes per token and is cheap to unpack."""
 
     def __init__(
         self, about: Mapping[str, Any], ids: "array[int]", ends: "array[int]", spelt: bytes
@@ -55,7 +55,7 @@ class TokenTable:
 
     @classmethod
     def unpacked(cls, content: bytes) -> "TokenTable":
-        """Read what `packed` wrote; `CheckpointError` for anything else."""
+        """Read a table written by `packed`; `CheckpointError` for anything else."""
         try:
             described, tokens, spelt = HEAD.unpack_from(content)
             start = HEAD.size + described

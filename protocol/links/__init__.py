@@ -5,14 +5,14 @@ Two kinds behave alike: ipc (a socket in a folder that only its owner can enter)
 required, on loopback too). Messages arrive whole, in the order of each sender, at most once. A
 message to a disconnected peer raises `PeerGone`, and one to a peer with a full queue `PeerBusy`, so
 that nothing is lost silently and no sender blocks. A link that loses its coordinator raises
-`LinkClosed` and never reconnects. Knows frames, not what they mean (`codec.py`).
+`LinkClosed` and never reconnects. Handles frames, not their content (`codec.py`).
 
 Liveness relies on libzmq. A closed connection is noticed at once, and the kernel closes those of a
 process that dies. Heartbeats detect a peer that is stopped (SIGSTOP) or unreachable within 1.2 to
 1.7 s, on both ends; libzmq's I/O thread answers them, so a process that computes for minutes, with
-or without the interpreter's lock, is never taken for a stopped one. Over ipc there are no
-heartbeats between the coordinator and its clients: a terminal's Ctrl-Z stops a client, and its user
-expects it to continue later. Deadlines for peers that are stuck are up to the caller."""
+or without the interpreter's lock, never counts as stopped. Over ipc there are no heartbeats between
+the coordinator and its clients: a terminal's Ctrl-Z stops a client, and its user expects it to
+continue later. Deadlines for stuck peers are the caller's task."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,8 +63,8 @@ class Hub(Protocol):
         """Return a descriptor that is readable when `disconnects` should be called."""
 
     def disconnects(self) -> int:
-        """Return how many peers disconnected since the last call. To find out which, probe them all
-        with `send`. Takes some milliseconds if there are any."""
+        """Return how many peers disconnected since the last call. To find out which, probe all of
+        them with `send`. Takes some milliseconds if any did."""
 
     def refused(self) -> int:
         """Return how many handshakes and messages have been refused so far."""

@@ -15,7 +15,7 @@ import zmq
 
 from dovetail.protocol.errors import KeysError, UserError
 
-HOST = re.compile(r"[^\s,/]+")  # a name or a number, and nothing that would end it
+HOST = re.compile(r"[^\s,/]+")  # a name or a number, without separators
 WORKERS_SUFFIX = ".w"
 """Suffix of an ipc path for the socket of workers, whose connections have heartbeats."""
 MAX_IPC_PATH_BYTES = 107 - len(WORKERS_SUFFIX)
@@ -113,7 +113,7 @@ class IpcPlace:
             os.close(lock)  # its former owner removed the file between our open and our lock
 
     def _make_folder(self) -> None:
-        """Make the folder, but record it first, so that an interruption leaves nothing behind."""
+        """Record the folder, then make it, so that an interruption leaves nothing behind."""
         folder = self._path.parent
         self._made += [
             place
@@ -227,8 +227,7 @@ def no_address(address: str) -> UserError:
 
 
 def watch(socket: Socket) -> None:
-    """Enable detection of silently lost connections, for addresses that the socket binds or
-    connects to from now on."""
+    """Enable detection of silently lost connections, for later binds and connects of the socket."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     for option, milliseconds in _HEARTBEAT_MS.items():
         socket.setsockopt(option, milliseconds)

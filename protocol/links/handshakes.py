@@ -17,8 +17,8 @@ DOMAIN = b"dovetail"
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _SAY_EVERY_S = 10.0
-"""The shortest time between log lines about refused handshakes; a worker retries every second, and
-strangers as often as they like."""
+"""The shortest time between log lines about refused handshakes; a worker retries every second,
+strangers perhaps more often."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,13 +79,13 @@ class AllowedPeers:
         return sorted(path for path in self._folder.glob("*.pub") if path.stem != COORDINATOR)
 
 
-# -- judging handshakes ----------------------------------------------------------------------------
+# -- answering handshakes --------------------------------------------------------------------------
 
 
 def start_judge(context: "zmq.Context[zmq.Socket[bytes]]", peers: AllowedPeers) -> threading.Thread:
     """Start a thread that answers libzmq's request for every CURVE handshake of `context`; it ends
-    when the context is terminated. An allowed key is accepted with itself as User-Id, which libzmq
-    attaches to every message of that connection; any other is refused and logged with its
+    when the context is terminated. For an allowed key the User-Id is the key itself, which libzmq
+    attaches to every message of that connection; any other key is refused and logged with its
     address."""
     socket = context.socket(zmq.REP)
     socket.setsockopt(zmq.LINGER, 0)

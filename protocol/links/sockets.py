@@ -1,4 +1,4 @@
-"""Hub and link over ZeroMQ: a ROUTER and a DEALER socket that keep the promises of this folder.
+"""Hub and link over ZeroMQ: a ROUTER and a DEALER socket with the guarantees of this folder.
 `handshakes.py` decides who may connect."""
 
 import socket
@@ -82,7 +82,7 @@ _READABLE = int(zmq.POLLIN)
 
 
 class ZmqHub:
-    """A bound ROUTER socket with its monitor and, for tcp, the thread that judges keys."""
+    """A bound ROUTER socket with its monitor and, for tcp, the thread that checks keys."""
 
     def __init__(self, place: "IpcPlace | TcpPlace", keys: Path | None) -> None:
         self._place = place
@@ -135,8 +135,8 @@ class ZmqHub:
             self._refused += 1
 
     def _take(self) -> tuple[bytes, list[bytes]]:
-        """Return the next message, without frames if its key is revoked; `zmq.Again` if there is
-        none."""
+        """Return the next message, without frames if its key is revoked; raise `zmq.Again` if there
+        is none."""
         if self._peers is None:
             peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             return peer, frames
@@ -280,14 +280,13 @@ class ZmqLink:
                     return
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise LinkRefused(
-                        f"the coordinator at {self.address} refuses the key "
-                        f"{self._key_name!r}: allow its public key there, or copy the present "
-                        "one here"
+                        f"the coordinator at {self.address} refuses the key {self._key_name!r}: "
+                        "allow its public key there, or copy the current key here"
                     )
                 lost = True
         if lost:
             advice = (
-                "it may need keys, have other keys than coordinator.pub, or not be a coordinator"
+                "it may need keys, have a key other than coordinator.pub, or not be a coordinator"
             )
             raise LinkRefused(f"the peer at {self.address} breaks off the connection: {advice}")
         self._check_host()
@@ -305,7 +304,7 @@ class ZmqLink:
             socket.getaddrinfo(host.strip("[]"), None)
         except OSError as error:
             raise LinkClosed(
-                f"{host!r} in {self.address} is not a host that is known here ({error.strerror}): "
+                f"{host!r} in {self.address} is not a host known here ({error.strerror}): "
                 "correct the address"
             ) from None
 

@@ -6,10 +6,8 @@ coordinator, a *reply* back. Every message carries `epoch`, the incarnation of i
 random when the process starts. Commands about a session carry `session, round, prefix`, where
 prefix is the number of committed tokens they assume, and events `session, round`, so that late,
 duplicate and stale ones are recognised, counted and ignored. Token ids are int32, times
-nanoseconds.
-
-Knows neither who sends a message over which wire (`links/`) nor its encoding (`codec.py`).
-Everything is imported from here; each file is one conversation."""
+nanoseconds. Transport (`links/`) and encoding (`codec.py`) are elsewhere. Import everything from
+here; each file is one conversation."""
 
 from dovetail.protocol.messages.client import *
 from dovetail.protocol.messages.drafting import *

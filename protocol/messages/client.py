@@ -29,7 +29,7 @@ from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 
 
 class Told(Frozen):
-    """The part of a reply that its client has received, and that is not sent again."""
+    """The part of a reply that its client has already received."""
 
     tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     characters: Annotated[int, Field(ge=0, le=1 << 31)] = 0
@@ -41,7 +41,7 @@ class Told(Frozen):
     several targets with different fingerprints did."""
 
     def after(self, reply: "Emitted | PromptScored") -> "Told":
-        """Return what a client has received once it has this reply, too."""
+        """Return what a client has received including this reply."""
         if isinstance(reply, PromptScored):
             return self.model_copy(update={"scores": self.scores + len(reply.logprobs)})
         told: dict[str, int | str] = {
@@ -77,8 +77,8 @@ class Submit(Message):
     sample: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """Which of several replies to the same prompt; each has its own noise."""
     owner: Name = ""
-    """The owner, by which the sender distinguishes its users: the cache of an ended session is
-    reused for requests of the same owner only."""
+    """The user on whose behalf the sender requests this: the cache of an ended session is reused
+    only for requests of the same owner."""
     end: Ends | None = None
     """Ids that end the reply; None: the target's."""
     vocabulary: Name = ""
@@ -103,13 +103,13 @@ class Submit(Message):
     the ticket of a known reply continues that reply, whatever its other fields. Empty: the reply
     ends with its coordinator or its client."""
     memo: Annotated[bytes, Field(max_length=MAX_MEMO)] = b""
-    """Kept with the ticket for whoever recalls it; opaque to the coordinator."""
+    """Kept with the ticket and returned by Recalled; opaque to the coordinator."""
     told: Told = NOTHING_TOLD
     """The part of the reply that the client has received through an earlier Submit with this
     ticket."""
     again: bool = False
-    """True if an earlier coordinator had this request, so that this one waits for a target if there
-    is none yet."""
+    """True if an earlier coordinator had this request; if there is no target yet, it then waits for
+    one."""
 
 
 class Recall(Message):
@@ -152,7 +152,7 @@ class Look(Message):
     after: Count = 0
     """The `next` of the last Seen; 0: every event that is kept."""
     spans: bool = False
-    """Include spans; workers record fine ones until some seconds after the last such request."""
+    """Include spans; workers record fine spans until some seconds after the last such request."""
 
 
 class Describe(Message):
@@ -169,7 +169,7 @@ class Stop(Message):
 
 class Swap(Message):
     """A client requests that a standby worker be tested and promoted, and that another one be
-    dismissed, whose sessions move over if possible.
+    dismissed. Its sessions move if possible.
 
     Workers are named by their epochs. Answered by Progressed*, then Swapped or Failed."""
 
@@ -177,7 +177,7 @@ class Swap(Message):
     request: Count
     newcomer: Count
     old: Count | None = None
-    """The worker to replace; None: the newcomer joins the present ones."""
+    """The worker to replace; None: the newcomer is added."""
 
 
 class Dismiss(Message):

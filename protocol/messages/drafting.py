@@ -47,17 +47,17 @@ class Draft(AboutSession):
     deadline_ms: Annotated[float, Field(gt=0.0, le=3.6e6)] | None = None
     """Growth stops at the first level that ends after it; None: no deadline."""
     rate: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
-    """Tokens that a second is worth to the session: growth whose expected gain is below the price
-    of its time is not waited for. None: grow whatever the policy asks for."""
+    """The value of a second to the session, in tokens: no round waits for growth that gains less
+    than its time is worth. None: grow everything that the policy asks for."""
     floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """A node that is less likely than this to be accepted would not be verified: it need not be
+    """A node whose probability of acceptance is below this would not be verified: it need not be
     offered, and nothing is grown below it."""
     ahead: bool = False
     """True if growth continues while the proposal is verified, until the next command."""
     features: Array | None = None
     """[1 + accepted + more, row], for a draft that reads its target: features of the last root and
-    the accepted nodes, then of bonus and `more` except for the last token. None in round 1, before
-    which the prompt was fed."""
+    the accepted nodes, then of bonus and `more` without the last token. None in round 1, after the
+    prompt's features."""
 
 
 class Drafts(Message):
@@ -79,7 +79,9 @@ class Drafts(Message):
     @model_validator(mode="after")
     def _adds_up(self) -> "Drafts":
         if any(order.features is not None for order in self.orders):
-            raise ValueError("a single command has features: put those of all into one array")
+            raise ValueError(
+                "a single command has features: put the features of all into one array"
+            )
         there = 0 if self.features is None else self.features.shape[0] if self.features.shape else 0
         if (self.rows and len(self.rows) != len(self.orders)) or sum(self.rows) != there:
             raise ValueError(
@@ -143,14 +145,14 @@ class Drafted(AboutSession):
     """(rows, duration) of the draft's passes between the order and this proposal, and of the last
     passes before the order."""
     entropy: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
-    """Cumulative top-K entropy, in nats, of the path whose last token is the most certain, if the
+    """Cumulative top-K entropy, in nats, of the path with the most certain last token, if the
     policy needs it (HeteroSpec, section 4.1)."""
     spans: SpanFields = ()
     beside: BesideFields = ()
     """Spans of background work since the worker's last report: growth ahead, messages."""
     candidates: Array | None = None
-    """int32 [1 + nodes, K <= MAX_CANDIDATES], if acceptance is "rejection": the tokens among which
-    the children of the root (row 0) and of node i (row i + 1) were drawn, without replacement and
+    """int32 [1 + nodes, K <= MAX_CANDIDATES], if acceptance is "rejection": the tokens from which
+    the children of the root (row 0) and of node i (row i + 1) were drawn, without replacement,
     siblings in the order of their nodes."""
     probabilities: Array | None = None
     """float32 [1 + nodes, K] of the candidates. Rows of nodes without children, and entries beyond

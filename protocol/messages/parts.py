@@ -24,7 +24,7 @@ MAX_CORES = 4096
 MAX_MOVES = 64
 """The most fingerprints in one reply."""
 MAX_HELD = 2048
-"""Sessions of an earlier coordinator that a worker may still hold."""
+"""The most sessions of an earlier coordinator that a worker may still hold."""
 MAX_MEMO = 4 << 20
 MAX_CURVES = 16
 MAX_PASSES = 256
@@ -39,15 +39,15 @@ MAX_LAYERS = 1 << 12
 MAX_TAPS = 8
 MAX_WIDTH = 1 << 16
 MAX_ROW = 1 << 17
-"""Numbers per row of features, so that 256 rows of a prompt, or a path of 128 nodes, fit into an
-array."""
+"""The most numbers per row of features; 256 rows of a prompt, or a path of 128 nodes, then fit into
+an array."""
 MAX_TOP = 20
 """The most alternatives of a token that a client may request."""
 MAX_SCORED = 4096
 """The most prompt tokens whose log-probabilities are sent in one message."""
 MAX_CANDIDATES = 128
-"""Tokens from which the children of a node are drawn; bounded so that MAX_SESSIONS trees of
-MAX_NODES rows fit into one message with their probabilities."""
+"""The most tokens from which the children of a node are drawn; MAX_SESSIONS trees of MAX_NODES rows
+then fit into one message with their probabilities."""
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Nanoseconds = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]

@@ -51,19 +51,19 @@ class Fingerprint(Frozen):
 
 
 class Limits(Frozen):
-    """The most that a worker can hold."""
+    """The capacity of a worker."""
 
     context: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    """Longest sequence in tokens, drafted nodes not counted."""
+    """The longest sequence in tokens, without drafted nodes."""
     nodes: Annotated[int, Field(ge=0, le=MAX_NODES)] = MAX_NODES
     sessions: Annotated[int, Field(ge=1, le=1 << 16)] = 64
     kept: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
-    """Tokens of ended sessions that it keeps cached in all; 0: none."""
+    """Total tokens of ended sessions that it keeps cached; 0: none."""
     prompt_rows: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """Rows per chunk of a prompt while no other session waits; 0: the worker prefills prompts
     whole, with Open."""
     shares: bool = False
-    """True if a session may share its first rows with another that stays as it is (`shared` of
+    """True if a session can share the first rows of another, which stays unchanged (`shared` of
     Open)."""
     together: Annotated[int, Field(ge=1, le=MAX_SESSIONS)] = 1
     """The most sessions that a draft serves in shared passes, ordered by Drafts; 1: it takes one
@@ -79,7 +79,7 @@ class VocabularyFacts(Frozen):
     digest: Name
     """SHA-256 over the sorted (id, token) pairs, see `vocabulary.py`."""
     size: Annotated[int, Field(ge=1, le=1 << 24)]
-    """Rows of the embedding: ids from here on do not exist."""
+    """Rows of the embedding; ids are below this."""
     end: Ends = ()
     """Ids that end a reply."""
     begin: Token | None = None
@@ -153,8 +153,8 @@ class Hello(Message):
     device: Name = ""
     threads: Count = 0
     binding: Name = ""
-    """The cores and memory nodes to which the process is bound, and why to no more; begins with
-    full, cores or none."""
+    """The cores and memory nodes to which the process is bound, and why others are left out; begins
+    with full, cores or none."""
     kernels: Name = ""
     """The instruction set of its kernels; if they are slow, followed by a colon and the reason."""
     fingerprint: Fingerprint | None = None
@@ -180,8 +180,8 @@ class Hello(Message):
     """T_V of a target or t_D of a draft over rows, at some cache lengths, from the machine's
     profile file; empty if it has not been calibrated."""
     experts: ExpertCosts | None = None
-    """The target's experts, and their measured cost if the profile file has it. None: it has none,
-    or does not count those that a pass uses."""
+    """The target's experts, and their measured cost if the profile file has it. None: it has no
+    experts, or does not count those that a pass uses."""
     weights: Name = ""
     """The type of a draft's weights; empty if it has none. A target's type is in its
     fingerprint."""
@@ -195,11 +195,11 @@ class Hello(Message):
     served: Count | None = None
     """The epoch of the coordinator whose sessions are `held`; None: it holds none."""
     held: Annotated[tuple[HeldSession, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()
-    """Sessions of a lost coordinator, for a new one that has them in its journal."""
+    """Sessions of a lost coordinator, offered to a new one that has them in its journal."""
 
 
 UNCOUNTED = {"reading": "tokenizer", "proving": "model"}
-"""What a worker does without counting bytes, and with which object."""
+"""Steps of loading for which bytes are not counted, and their objects."""
 
 
 class LoadingState(Frozen):
@@ -211,9 +211,9 @@ class LoadingState(Frozen):
     pid: Count
     model: Name
     doing: Literal["reading", "checking", "loading", "proving"]
-    """reading: its tokenizer; proving: its model, after loading; neither counts bytes. checking:
-    new files are read in full, for their digest and for NaN or infinity, before they are loaded
-    with the proof of an earlier start."""
+    """reading: the tokenizer; proving: the model, after loading; bytes are counted for neither.
+    checking: new files are read in full, for their digest and to find NaN or infinity, before they
+    are loaded with the proof of an earlier start."""
     done: Count
     """Bytes done so far."""
     total: Count
@@ -244,7 +244,7 @@ class LoadingState(Frozen):
 
 
 class Loading(Message):
-    """A worker that is not registered yet reports its progress now and then; not answered."""
+    """A worker reports its progress from time to time before it registers; not answered."""
 
     type: Literal["loading"] = "loading"
     state: LoadingState
@@ -257,10 +257,10 @@ class Welcome(Message):
     type: Literal["welcome"] = "welcome"
     version: Version = VERSION
     keeps: Annotated[tuple[Count, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()
-    """To a worker: the held sessions that it must keep; it forgets the others."""
+    """To a worker: the held sessions that it must keep; it drops the others."""
     journal: bool = False
-    """True if requests outlive this coordinator: a client waiting for one when it is lost sends the
-    Submit again to the next coordinator."""
+    """True if requests outlive this coordinator: if it is lost, a waiting client sends its Submit
+    again to the next one."""
 
 
 class Failed(Message):

@@ -76,5 +76,5 @@ class SeenSpan(Frozen):
     ] = ()
     """Session and round of each, if it belongs to several."""
     span: SpanField
-    """On the coordinator's clock, to which that of another machine is aligned within its
+    """On the coordinator's clock; the clock of another machine is aligned to it within its
     `clock_bound_ns`."""

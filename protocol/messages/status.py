@@ -29,7 +29,7 @@ from dovetail.protocol.messages.rounds import RoundRecord, SeenSpan
 from dovetail.protocol.settings import Frozen
 
 SHOWN_KEYS = 4
-"""The most API keys listed in words among those whose requests wait."""
+"""The most API keys named in a sentence about the queue."""
 
 
 class SeenRound(Frozen):
@@ -44,7 +44,7 @@ class SeenRound(Frozen):
     at_ns: Nanoseconds
     """When its verdict was handled, on the coordinator's clock."""
     readable: bool = True
-    """True if the record has its tokens; otherwise they and the bonus are zeros."""
+    """True if the record has the tokens; otherwise they and the bonus are zeros."""
     record: RoundRecord
 
 
@@ -63,7 +63,7 @@ class SeenWorker(Frozen):
     node: Name = ""
     """The memory nodes that it is bound to, such as 0 or 0-1; empty: none."""
     busy_ns: Nanoseconds
-    """Nanoseconds that it has worked, according to its last Probed."""
+    """Nanoseconds spent working, according to its last Probed."""
     at_ns: Nanoseconds
     """The time of that Probed, on the coordinator's clock."""
     clock_bound_ns: Nanoseconds | None = None
@@ -123,23 +123,23 @@ class WorkerState(Frozen):
     leaving: bool = False
     """True if the worker gets no more sessions, and is dismissed once the last one has ended."""
     stuck: bool = False
-    """True if the worker has owed an answer, or has not responded, for too long."""
+    """True if an answer of the worker, or any sign of life, is overdue."""
     sent_bytes: Count = 0
     """Bytes sent to it since it registered; `received_bytes`: received from it."""
     received_bytes: Count = 0
     bytes_per_round: float | None = None
-    """Recent bytes per round, order and answer together; None: it has had no round."""
+    """Recent bytes per round, order and answer together; None before its first round."""
     feature_bytes: Count = 0
-    """Bytes of its target's hidden states that a draft is sent per token; 0: none."""
+    """Bytes per token of its target's hidden states that are sent to a draft; 0: none."""
     t_v: RowsSeconds | None = None
-    """The cost model's seconds of a target's passes at their usual speed, possibly over numbers of
-    rows that it has not had yet; None if it has had no pass as a target."""
+    """The cost model's seconds of a target's passes at their usual speed, also for numbers of rows
+    that have not occurred yet; None before its first pass as a target."""
     token_s: float | None = None
-    """Recent seconds per token of its sessions, as a target; None: it has had no round."""
+    """Recent seconds per token of its sessions, as a target; None before its first round."""
     rows: float = 1.0
     """Recent rows per session in a pass of the target."""
     row_s: float | None = None
-    """Recent seconds that a prompt row adds to its passes; None: it has prefilled none."""
+    """Recent seconds that a prompt row adds to its passes; None before its first one."""
     sharing: float = 1.0
     """Recent number of sessions sharing a pass of the target."""
     ends: Annotated[tuple[Label, ...], Field(max_length=MAX_ENDS, fail_fast=True)] = ()
@@ -152,7 +152,7 @@ class PairState(Frozen):
     draft: Name
     target: Name
     speculating: bool
-    """True if any running session drafts or, if none is running, if the last one did."""
+    """True if any running session drafts or, without running sessions, if the last one did."""
     rounds: Count
     hit_rate: float | None
     gamma: float | None
@@ -163,7 +163,7 @@ class PairState(Frozen):
     """The rate that the target alone would reach."""
     predicted_tokens_per_s: float | None
     hops_us: float | None
-    """The time of a round's messages, without the work."""
+    """The time of a round's messages, without computation."""
     t_v: RowsSeconds | None
     """The target's pass over rows, at recent context lengths."""
     t_d: RowsSeconds | None
@@ -177,8 +177,8 @@ Lack = Literal["room", "key", "beginning"]
 (`key_sessions`), or a prompt with the same beginning is being prefilled."""
 LACKS: dict[Lack, str] = {
     "room": "for room on a target",
-    "key": "for others of its key to end (coordinator.key_sessions)",
-    "beginning": "for a prompt that begins like its own to be read",
+    "key": "for other requests of its key to end (coordinator.key_sessions)",
+    "beginning": "for a prompt with the same beginning to be read",
 }
 
 
@@ -214,11 +214,11 @@ class Totals(Frozen):
     ] = ()
     """Numbers of requests by finish reason."""
     refused_requests: Count = 0
-    """Requests that were rejected before decoding: they were not possible, or there was no room."""
+    """Requests that were rejected before decoding: they were invalid, or there was no room."""
     opening: Count = 0
     """Sessions whose prompt has not been prefilled yet."""
     waiting: Count = 0
-    """Sessions whose target was lost, and that wait for another."""
+    """Sessions whose target was lost and that wait for another."""
     moves: Count = 0
     """How often a session moved to another target."""
     rebalanced: Count = 0
@@ -239,8 +239,8 @@ class Totals(Frozen):
 
     @property
     def queue_words(self) -> str:
-        """Return how many requests are queued, for how long, why and by which keys, in words; empty
-        if none is."""
+        """Return a sentence with the number, waiting time, reason and keys of queued requests;
+        empty if there are none."""
         said = f"queued requests: {self.queued}"
         if self.queue:
             first = self.queue[0]
@@ -254,7 +254,7 @@ class Fault(Frozen):
     """A part of the service that does not work, although requests may be served without it."""
 
     part: Name
-    """Such as "draft worker", for the worker named draft."""
+    """Such as "draft worker" for the worker named draft."""
     why: Name
     since_s: Annotated[float, Field(ge=0.0)]
     """How long it has not worked."""
@@ -283,8 +283,8 @@ class ProcessState(Frozen):
 
 
 class Supervised(Frozen):
-    """A supervisor's report to its coordinator, a line of JSON on standard input, whenever it
-    changes."""
+    """A supervisor's report to its coordinator: a line of JSON on standard input after each
+    change."""
 
     faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
     """Faults of the supervised parts."""
@@ -305,9 +305,9 @@ class JournalState(Frozen):
     write_us: float | None = None
     """Recent microseconds that the coordinator waits for a write; None: there was no write."""
     sync_ms: float | None = None
-    """Milliseconds, in a thread, until written data is on disk; None: not measured."""
+    """Milliseconds until written data is on disk, in a separate thread; None: not measured."""
     failed: Name = ""
-    """Why the journal no longer writes; empty: it does."""
+    """Why the journal has stopped writing; empty: it has not."""
 
 
 class Reported(Message):

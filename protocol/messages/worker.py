@@ -38,15 +38,15 @@ class Open(AboutSession):
     """Start a session: prefill the prompt. Sent to both workers.
 
     `round` is 0 for a new session. If the session was begun elsewhere, the prompt is its token log,
-    and the round is the one that the next token ends. The next command is about the round after it;
-    messages about the opening carry this one."""
+    and `round` is the one completed by the next token. Messages about the opening carry this round;
+    the next command has the next one."""
 
     type: Literal["open"] = "open"
     round: Count = 0
     key: Annotated[bytes, Field(min_length=16, max_length=16)]
     prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
     capacity: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    """The longest this sequence can become, prompt included."""
+    """The greatest length of this sequence, including the prompt."""
     vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
     """The size of the target's vocabulary: a draft never proposes an id at or above it."""
     end: Ends = ()
@@ -57,15 +57,15 @@ class Open(AboutSession):
     """The features that the session's draft reads: the target must send them for every token that
     it commits."""
     base: Count | None = None
-    """A session whose log begins like the prompt. Unless `shared`, it must have been closed and
-    kept, and this session takes over its cache."""
+    """A session whose log begins like the prompt. Unless `shared`, it was closed and kept, and this
+    session takes over its cache."""
     shared: bool = False
     """True if the base, open or kept, stays as it is and this session shares its first rows. Only
     for a worker with `shares` in its limits."""
     kept: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Prompt tokens, fewer than all, whose rows come from the base. Features, if there are any,
-    come from this position on; a row of a draft that reads them depends on the following token too,
-    and so comes from the base as well."""
+    """The number of prompt tokens, fewer than all, whose rows come from the base. Features, if any,
+    start at this position. A draft's row that depends on features also depends on the next token,
+    so it comes from the base as well."""
     logprobs: Top | None = None
     """To the target: send TokenLogprobs with each committed token, with this many alternatives.
     None: do not."""
@@ -73,8 +73,8 @@ class Open(AboutSession):
     """To the target: send Scored of the prompt, with as many alternatives. There is no base
     then."""
     replied: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """The number of last tokens of the prompt, fewer than all, that belong to the reply, which was
-    begun elsewhere: processors of the reply begin with them."""
+    """The number of tokens at the end of the prompt, fewer than all, that belong to a reply begun
+    elsewhere: processors of the reply begin with them."""
     features_from: Count | None = None
     """To the target, if features are requested: skip positions before this one. None: start at
     `kept`."""
@@ -86,16 +86,16 @@ class Open(AboutSession):
     def _replies_to_something(self) -> "Open":
         if self.replied >= len(self.prompt):
             raise ValueError(
-                f"{self.replied} tokens of a prompt of {len(self.prompt)} are said to be the "
-                "reply's"
+                f"{self.replied} tokens of a prompt of {len(self.prompt)} cannot belong to the "
+                "reply"
             )
         return self
 
 
 class Prefilled(AboutSession):
-    """The target has read a part of a prompt whose features the draft needs; the parts come in
-    order, all of them before Opened. Or a part of the log for a Refeed, whose round it carries;
-    then all of them come before Refed."""
+    """The target has read a part of a prompt whose features the draft needs, or a part of the log
+    for a Refeed, with the round of that. The parts are sent in order, all of them before Opened or
+    Refed."""
 
     ARRAYS = ("features",)
     type: Literal["prefilled"] = "prefilled"
@@ -107,9 +107,9 @@ class Prefilled(AboutSession):
 
 
 class Refeed(AboutSession):
-    """Recompute the features of committed tokens, for a draft that joins later, without changing
-    the session: positions `start` to `prefix` - 2, since the last committed token has no row yet.
-    From now on, verdicts include them too."""
+    """Recompute the features of committed tokens for a draft that joins later, without changing the
+    session: positions `start` to `prefix` - 2, since the last committed token has no row yet. Later
+    verdicts include features, too."""
 
     type: Literal["refeed"] = "refeed"
     start: Count
@@ -130,8 +130,8 @@ class Refed(AboutSession):
 
 
 class Scored(AboutSession):
-    """The target's log-probabilities of prompt tokens, each given those before it; the parts come
-    in order, all of them before Opened."""
+    """The target's log-probabilities of prompt tokens, each given those before it; the parts are
+    sent in order, all of them before Opened."""
 
     type: Literal["scored"] = "scored"
     round: Count = 0
@@ -186,8 +186,8 @@ class VerifyItem(Frozen):
     tokens: NodeTokens
     parents: NodeParents
     hold: bool = False
-    """True if the target is to hold back the features of this verdict, if the session's draft reads
-    any. They come with the next verdict without `hold`."""
+    """True: the target holds back any features of this verdict, and sends them with the next
+    verdict without `hold`."""
 
     @property
     def tree(self) -> TokenTree:
@@ -208,8 +208,8 @@ class Verify(Message):
     probabilities: Array | None = None
     """float32, the same shape."""
     reads: Annotated[tuple[ReadItem, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
-    """Chunks of the logs of other sessions, to be read in the same pass; they are answered after
-    the verdicts."""
+    """Chunks of the logs of other sessions to read in the same pass; they are answered after the
+    verdicts."""
 
 
 class VerifiedItem(Frozen):
@@ -227,11 +227,12 @@ class VerifiedItem(Frozen):
     ] = ()
     """The log-probabilities of each accepted token and the bonus, if requested."""
     held: Count = 0
-    """Rows of features that were held back and come with this verdict, before those of its root."""
+    """Rows of features that were held back and are sent with this verdict, before those of its
+    root."""
 
 
 class Verified(Message):
-    """Verdicts of one pass; those whose features differ in type or width come in separate
+    """Verdicts of one pass; those whose features differ in type or width are sent in separate
     messages."""
 
     ARRAYS = ("features",)
@@ -284,8 +285,8 @@ class Probed(Message):
     sessions: Count
     rss_bytes: Count
     busy: bool = False
-    """True: it answers in the middle of a command, whose answer is still to come; False: everything
-    requested before the probe has been answered."""
+    """True: it answers during a command, which is not answered yet; False: everything requested
+    before the probe has been answered."""
     beside: BesideFields = ()
     """Spans of background work, as in Drafted."""
 

@@ -1,4 +1,4 @@
-"""The settings as frozen models: one tree; unknown keys are errors.
+"""The settings: one tree of frozen models; unknown keys are errors.
 
 `launch/settings/configure.py` decides where a setting comes from (flag, environment, file,
 default); sampling and tree settings are also part of messages. Sizes are in bytes, probabilities
@@ -27,11 +27,11 @@ class Settings(Frozen):
 
 
 def misfit(sampling: Sampling, tree: TreeSettings, kind: str = "auto") -> str | None:
-    """Return why these settings and a draft of that kind do not work together, in one line; None if
-    they do."""
+    """Return why these settings do not work with a draft of that kind, in one line; None if they
+    do."""
     if sampling.acceptance == "rejection" and not tree.traits.fixed_shape:
         return (
-            "sampling.acceptance 'rejection' needs a shape that no drawn token changes: "
+            "sampling.acceptance 'rejection' needs a shape that does not depend on drawn tokens: "
             f"set tree.policy to {_named('fixed_shape')}, not {tree.policy!r}"
         )
     if sampling.acceptance == "rejection" and not DRAFT_KINDS[kind].draws:

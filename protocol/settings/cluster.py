@@ -16,7 +16,7 @@ class RaySettings(Frozen):
 
     Node requirements are NAME=AMOUNT, separated by commas: CPU, GPU, memory (a size), or a custom
     resource of the cluster; label:KEY=VALUE is a label of the node. Resources that are not named
-    follow from the settings of the models."""
+    are derived from the models' settings."""
 
     address: str = Field(
         "",
@@ -24,24 +24,24 @@ class RaySettings(Frozen):
         "empty: one is started on this machine",
     )
     replicas: Annotated[int, Field(ge=1, le=256)] = Field(
-        1, description="how many services there are, behind one router if more than one"
+        1, description="number of services, behind one router if more than one"
     )
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         "PACK", description="whether the processes of a replica share few nodes or use many"
     )
     coordinator: str = Field(
         "",
-        description="what the node of a coordinator and its HTTP API has to have, such as "
+        description="what the node of a coordinator and its HTTP API needs, such as "
         "CPU=1,label:zone=a; empty: it is the machine where `serve` was started",
     )
     target: str = Field(
         "",
-        description="what the node of a target has to have, such as CPU=8,memory=20GB; without "
-        "CPU: target.threads, or most of the largest node; without memory: what its weights take",
+        description="what the node of a target needs, such as CPU=8,memory=20GB; without CPU: "
+        "target.threads, or most of the largest node; without memory: the size of its weights",
     )
     draft: str = Field(
         "",
-        description="what the node of a draft has to have, such as GPU=1,label:gpu=a10; without "
+        description="what the node of a draft needs, such as GPU=1,label:gpu=a10; without "
         "GPU: one if draft.device asks for it or the cluster has any, else a core",
     )
     wait_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(

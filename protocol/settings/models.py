@@ -17,11 +17,11 @@ class DraftTraits:
     """The properties of a kind of draft."""
 
     own_model: bool = True
-    """False: it has no model, or the target's."""
+    """False: it has no model of its own."""
     draws: bool = True
     """True: it draws from probabilities, so that rejection sampling is possible."""
     any_policy: bool = True
-    """False: it grows its tree best first, in one go."""
+    """False: it grows its whole tree at once, best first."""
 
 
 DRAFT_KINDS: dict[str, DraftTraits] = {
@@ -41,7 +41,7 @@ Proving = Literal["auto", "anew", "off"]
 """How a model is proved against transformers when it is loaded."""
 PROVING = (
     "auto (an earlier proof of the same files, code and libraries is enough), anew (prove "
-    "again) or off (prove again, and do not remember it)"
+    "again) or off (prove again, and do not store it)"
 )
 DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "file", "int4", "int3", "int2")
 SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
@@ -135,10 +135,9 @@ class TargetSettings(Frozen):
     )
     prefill: str = Field(
         "auto",
-        description="where prompts are prefilled for layers on the CPU: local (the CPU), a "
-        "device to which their weights are streamed (cuda:N, xpu:N, mps; cpu stands for one in "
-        "tests), or auto (whichever the profile file has as faster for prompts of that "
-        "length)",
+        description="where prompts are prefilled for layers on the CPU: local (the CPU), a device "
+        "to which their weights are streamed (cuda:N, xpu:N, mps; cpu stands for one in tests), or "
+        "auto (the one that the profile file shows to be faster for prompts of that length)",
     )
     proof: Proving = Field("auto", description=f"proof against transformers: {PROVING}")
     split: SplitSettings = Field(
@@ -198,7 +197,7 @@ class DraftSettings(Frozen):
     isa: Isa = Field("auto", description=ISA)
     share: bool | Literal["auto"] = Field(
         "auto",
-        description="whether a substitute is one process with its target and shares embedding, "
+        description="whether a substitute runs in its target's process and shares embedding, "
         "norms, head, resident layers, keys and values with it; auto: no",
     )
     contrast: bool | Literal["auto"] = Field(
@@ -208,12 +207,12 @@ class DraftSettings(Frozen):
     )
     ahead: bool | Literal["auto"] = Field(
         "auto",
-        description="keep drafting while the target verifies; auto: where the two share no "
-        "device, or where it is measured to pay, and never on a shared core",
+        description="keep drafting while the target verifies; auto: if the two share no device, or "
+        "if measurements show a gain, and never on a shared core",
     )
     pickled: bool = Field(
         False,
-        description="read the weights of a head from a *.bin where it has no *.safetensors; "
-        "only numbers are loaded, never code",
+        description="read a head's weights from a *.bin if it has no *.safetensors; only numbers "
+        "are loaded, never code",
     )
     proof: Proving = Field("auto", description=f"proof of a smaller model: {PROVING}")

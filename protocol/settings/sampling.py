@@ -30,7 +30,7 @@ def _pairs(value: Any) -> Any:
     try:
         return tuple(
             (int(token), bias if isinstance(bias, bool) else float(bias)) for token, bias in halves
-        )  # the types judge true and false
+        )  # the field types check true and false
     except (TypeError, ValueError):
         raise ValueError(
             "write token ids and biases, such as 17=-100,5=2.5 on a command line or { 17 = "
@@ -65,7 +65,7 @@ LogitBias = Annotated[
 
 class Sampling(Frozen):
     """The processors of a session, applied in this order: logit bias, repetition penalty (over
-    prompt and reply), presence and frequency penalty (over the reply), least number of tokens,
+    prompt and reply), presence and frequency penalty (over the reply), minimum number of tokens,
     temperature, top-k, top-p, min-p. Temperature 0 is greedy: the largest logit before temperature.
 
     The names and ranges are OpenAI's where it has them, else transformers'.
@@ -87,17 +87,17 @@ class Sampling(Frozen):
         "multiplied; 1: off",
     )
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(
-        0.0, description="subtracted from the logit of every token that the reply holds"
+        0.0, description="subtracted from the logit of every token in the reply"
     )
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(
-        0.0, description="subtracted from a token's logit for each time that the reply holds it"
+        0.0, description="subtracted from a token's logit once for each occurrence in the reply"
     )
     logit_bias: LogitBias = Field(
         (),
         description="added to the logits of tokens: TOKEN=BIAS,..., with biases from -100 to 100",
     )
     min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = Field(
-        0, description="no token that ends the reply is chosen before this many tokens"
+        0, description="tokens that end the reply are excluded before this many tokens"
     )
     acceptance: Literal["coupled", "rejection"] = Field(
         "coupled",
@@ -114,7 +114,7 @@ class Sampling(Frozen):
 
     @property
     def truncates(self) -> bool:
-        """Return whether some tokens are excluded because others are likelier."""
+        """Return whether top-k, top-p or min-p excludes tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property

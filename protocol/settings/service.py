@@ -24,14 +24,17 @@ Size = Annotated[str, AfterValidator(_size)]
 
 class MemorySettings(Frozen):
     """The memory that a target may use for weights, buffers, a pass, and the keys and values of one
-    long conversation; also for those of a substitute that shares them."""
+    long conversation; also those of a substitute that shares them."""
 
     vram: str = Field(
         "auto",
         description="GPU memory that target and draft may use, such as 7GB (10^9) or 7GiB (2^30); "
-        "only the draft's if the target is not on it, then the CPU prefills; auto: what is free",
+        "if the target is not on the GPU, only the draft uses it, and the CPU prefills; auto: the "
+        "free memory",
     )
-    ram: str = Field("auto", description="the same of host RAM, such as 16GB; auto: what is free")
+    ram: str = Field(
+        "auto", description="the same for host RAM, such as 16GB; auto: the free memory"
+    )
 
     @field_validator("vram", "ram")
     @classmethod
@@ -67,8 +70,8 @@ class CoordinatorSettings(Frozen):
     )
     recovery_s: Annotated[float, Field(ge=0.0, le=86400.0)] | Literal["auto"] = Field(
         "auto",
-        description="how long a session waits for another target when its own is lost; auto: 30 "
-        "s plus twice the time that the lost one took to load",
+        description="how long a session waits for another target when its own is lost; auto: 30 s "
+        "plus twice the loading time of the lost one",
     )
     stuck_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
         10.0, description="a process without progress for this long is replaced"
@@ -81,7 +84,7 @@ class CoordinatorSettings(Frozen):
     latency_ms: Annotated[float, Field(gt=0.0, le=1e6)] | Literal["auto"] = Field(
         "auto",
         description="the longest target pass that may include a chunk of a prompt, so that running "
-        "streams go on; auto: three times a round without one",
+        "streams continue; auto: three times a round without one",
     )
     queue: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
         256,
@@ -102,11 +105,11 @@ class CoordinatorSettings(Frozen):
     move: Literal["same", "any"] = Field(
         "same",
         description="on which target a session continues if its own was lost: same (of equal "
-        "fingerprint: the text is the same) or any of its vocabulary",
+        "fingerprint, so that the text is the same) or any with its vocabulary",
     )
     journal: Annotated[str, Field(min_length=1)] = Field(
         "auto",
-        description="folder of the journal of requests and their tokens, which a restarted "
+        description="folder for the journal of requests and their tokens, which a restarted "
         "coordinator continues; auto: one in ~/.local/state/dovetail; off: requests end with the "
         "coordinator",
     )

@@ -79,23 +79,23 @@ class TreeSettings(Frozen):
 
     policy: Annotated[str, words(POLICIES, "tree policy")] = Field(
         "goodput",
-        description="how the tree is shaped: goodput (as large as it pays, up to gamma and "
-        "down to none), dynamic (expand and rerank, EAGLE-2), static (a "
-        "fixed shape; 25/5/10 is EAGLE-1's), budget (best first up to gamma, SpecExec), beam "
-        "(the best of every level, SubSpec: gamma = width x depth) or "
-        "heterospec (deeper and narrower where the draft is sure)",
+        description="how the tree is shaped: goodput (as large as pays off, from no nodes to "
+        "gamma), dynamic (expand and rerank, EAGLE-2), static (a fixed shape; 25/5/10 is "
+        "EAGLE-1's), budget (best first up to gamma, SpecExec), beam (the best of every level, "
+        "SubSpec: gamma = width x depth) or heterospec (deeper and narrower where the draft is "
+        "sure)",
     )
     gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] = Field(
         15, description="drafted nodes verified in a round at most, root not counted"
     )
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(8, description="levels below the root")
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = Field(
-        10, description="nodes expanded a level, and children considered a node"
+        10, description="nodes expanded per level, and children considered per node"
     )
     insist: bool = Field(
         False,
-        description="true: draft and verify the whole tree in every round, even where that is "
-        "slower; false: less of it, or none, where that is faster",
+        description="true: draft and verify the whole tree in every round, even if that is slower; "
+        "false: less of it, or nothing, if that is faster",
     )
     sharpening: Annotated[float, Field(gt=0.0, le=100.0)] | Literal["auto"] = Field(
         "auto",
@@ -109,12 +109,12 @@ class TreeSettings(Frozen):
     )
     prune: Shares = Field(
         (0.3, 0.6, 1.0),
-        description="heterospec: which share of the gamma + 1 rows is verified in each of the "
-        "bins of lowest entropy",
+        description="heterospec: share of the gamma + 1 rows that is verified in each of the bins "
+        "of lowest entropy",
     )
     adapt: Adaptations = Field(
         ("extend", "prune", "compute"),
-        description="heterospec: what follows the entropy - extend (more levels), prune (fewer "
+        description="heterospec: what adapts to the entropy - extend (more levels), prune (fewer "
         "rows), compute (a prepared shape for each bin)",
     )
 

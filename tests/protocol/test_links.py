@@ -500,7 +500,7 @@ def test_a_place_to_which_one_cannot_connect_is_refused(deployment: Path) -> Non
 def test_a_host_that_is_none_is_named(deployment: Path) -> None:
     with pytest.raises(
         LinkClosed,
-        match=r"'no-such-host.invalid' in tcp://no-such-host.invalid:5 is not a host that is known "
+        match=r"'no-such-host.invalid' in tcp://no-such-host.invalid:5 is not a host known "
         r"here",
     ):
         open_link("tcp://no-such-host.invalid:5", keys=deployment, role="draft", timeout_s=0.2)
