@@ -1,2 +1,2 @@
-"""Everything that touches a request: sessions, scheduling, text. Never imports torch, and knows
-workers only by their messages."""
+"""Everything that handles requests: sessions, scheduling, text. Never imports torch; workers are
+reached by messages only."""

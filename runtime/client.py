@@ -1,5 +1,5 @@
-"""A client of a coordinator: blocking, for commands and tests. Knows the protocol's requests and
-replies, nothing of processes or terminals."""
+"""A client of a coordinator: blocking, for commands and tests. Handles the protocol's requests and
+replies, not processes or terminals."""
 
 import os
 import secrets
@@ -138,7 +138,7 @@ class Client:
         self._send(Cancel(epoch=self.epoch, request=request))
 
     def stop(self) -> None:
-        """Have the coordinator finish running requests, dismiss its workers and end."""
+        """Request that the coordinator finish running requests, dismiss its workers and end."""
         self._send(Stop(epoch=self.epoch))
 
     def status(self) -> Reported:
@@ -165,8 +165,8 @@ class Client:
         return self._wait_for(Seen)
 
     def swap(self, newcomer: int, old: int | None) -> int:
-        """Request that a worker on standby replaces another or joins the present ones; both are
-        named by their epochs. Return the request's number."""
+        """Request that a worker on standby replace another, or be added; both are named by their
+        epochs. Return the request's number."""
         self._requests += 1
         self._send(Swap(epoch=self.epoch, request=self._requests, newcomer=newcomer, old=old))
         return self._requests
@@ -193,12 +193,12 @@ class Client:
                 raise LinkClosed("the coordinator does not report the change of workers")
 
     def replies(self, timeout_s: float | None = None) -> Iterator[Reply]:
-        """Yield replies as they come, until none came within the timeout."""
+        """Yield replies as they arrive, until none arrives within the timeout."""
         while (reply := self.receive(timeout_s)) is not None:
             yield reply
 
     def receive(self, timeout_s: float | None = None) -> Reply | None:
-        """Return the next reply; None if none comes in time."""
+        """Return the next reply; None if none arrives in time."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             frames = self._link.receive(

@@ -1,1 +1,1 @@
-"""The speculation controller: whether and how much is drafted, judged by the cost of passes."""
+"""The speculation controller decides whether and how much to draft, by the cost of passes."""

@@ -1,5 +1,6 @@
 """`AheadTrial` finds out from past rounds whether the draft should continue while the target
-verifies, if both share a device or the draft guesses from guesses. Pure: no clock, no messages."""
+verifies, if both share a device or the draft continues its own guesses. Pure: no clock, no
+messages."""
 
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ FIRST_PAUSE, MOST_PAUSE = 512, 8192
 
 
 class AheadTrial:
-    """Tries growing ahead in blocks of rounds, keeps what was better, and looks again."""
+    """Tries growing ahead in blocks of rounds, keeps the better choice, and tests again later."""
 
     def __init__(self) -> None:
         self.ahead = TURNS[0]
@@ -23,7 +24,7 @@ class AheadTrial:
         self._told: bool | None = None
 
     def drafted(self, tokens: float, seconds: float) -> str | None:
-        """Count a round with drafting. Return a new finding in words, or None."""
+        """Count a round with drafting. Return a new decision in words, or None."""
         if self._pause:
             self._pause -= 1
             if not self._pause:

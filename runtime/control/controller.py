@@ -22,12 +22,12 @@ CONTROLS = (0, 8, 32)
 EMPTY = 4  # consecutive empty proposals after which the draft's statistics are doubted
 RESTING = 16  # rounds without a command after that, if other sessions wait for the draft
 STALE = 0.95
-"""tau of a head that grows ahead over that of one that does not, since it guesses from guesses:
+"""Ratio of a head's tau with growth ahead to that without, since it continues from its own guesses:
 0.92 to 1.00 with the embedded Dovetail head at T = 0. Scores do not show it."""
 
 
 class Controller:
-    """Steers one session's speculation. Without a pair it plans nothing and only counts."""
+    """Controls one session's speculation. Without a pair it plans nothing and only counts."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class Controller:
         self._fixed = tree.insist or drawn
         self._now = Situation(pair, costs)
         self._pricing = Pricing(tree, self._now)
-        self.begun = Begun()  # the round that runs; only the controller changes it
+        self.begun = Begun()  # the running round; only the controller changes it
         self._priced: tuple[int, Plan] | None = None
         """The plan of the next round, and the era in which it was made."""
         self.expected_tokens = self.predicted_s = 0.0
-        """Sums over all rounds that could be predicted."""
+        """Sums over all predicted rounds."""
         self.controls = 0  # rounds without a draft, to measure the target's pass over a single row
         self.work_with(pair, costs)
 
@@ -63,7 +63,7 @@ class Controller:
         self._own = (
             OnOff(pair.experiences[self._greedy]) if pair is not None and not self._fixed else None
         )
-        """Decides when the session runs alone."""
+        """The decision for a session that runs alone."""
         self._pricing.forget()
         self._calibration = Calibration(pair.calibration if pair is not None else 1.0)
         self._empty = self._resting = 0
@@ -75,12 +75,12 @@ class Controller:
             )
 
     def leave(self) -> None:
-        """Continue without a draft, which is lost."""
+        """Continue without the draft, which is lost."""
         self._now.pair = self._own = None
         self._settle()
 
     def _settle(self) -> None:
-        """Look up what decides on drafting at the present load."""
+        """Look up the `OnOff` for the present load."""
         now = self._now
         now.crowd, now.on_off, self._priced = None, self._own, None
         self.begun = Begun(now.load)
@@ -89,7 +89,7 @@ class Controller:
             now.on_off = now.crowd.on_off
 
     def _on_off_at(self, load: Load) -> OnOff | None:
-        """Return what decides on drafting at a load; None: nothing does."""
+        """Return the `OnOff` for a load; None: every round is drafted."""
         now = self._now
         if load.level == now.load.level:
             return now.on_off
@@ -119,7 +119,7 @@ class Controller:
 
     @property
     def predicted_tokens_per_s(self) -> float | None:
-        """The predicted rate of all rounds that could be predicted, None if none could."""
+        """The predicted rate over all predicted rounds; None without any."""
         return self.expected_tokens / self.predicted_s if self.predicted_s > 0.0 else None
 
     @property
@@ -129,7 +129,7 @@ class Controller:
 
     @property
     def idle(self) -> bool:
-        """Whether drafting is off at present, since it does not pay off."""
+        """Whether drafting is off at present because it does not pay off."""
         return self._now.on_off is not None and not self._now.on_off.drafting
 
     @property
@@ -162,7 +162,7 @@ class Controller:
     # -- before the first round: the prompt --------------------------------------------------------
 
     def awaits_draft(self, context: int, tokens: int) -> bool:
-        """Return whether to wait until the draft has read a prompt of this many tokens."""
+        """Return whether to wait until the draft has prefilled a prompt of this many tokens."""
         pair = self._now.pair
         if self._own is None or pair is None:
             return False
@@ -176,8 +176,7 @@ class Controller:
         )
 
     def draft_read(self, tokens: int, seconds: float) -> None:
-        """Learn how much later than its target the draft has prefilled a prompt of `tokens`
-        tokens."""
+        """Learn how much later than its target the draft finished a prompt of `tokens` tokens."""
         if self._now.pair is not None:
             self._now.pair.costs.reading.add(tokens, seconds)
 
@@ -191,7 +190,7 @@ class Controller:
             self._now.pair.costs.prompts.add(tokens, seconds)
 
     def worth_reading(self, tokens: int, room: int, load: Load) -> bool:
-        """Return whether drafting pays for what the draft must read; `room`: tokens to come."""
+        """Return whether drafting is worth the draft's prefill; `room`: tokens to come."""
         on_off = self._on_off_at(load)
         if self._now.pair is None or on_off is None:
             return True
@@ -216,8 +215,8 @@ class Controller:
         return on_off.drafting
 
     def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
-        """Return how to draft for the round; None: not at all. `ready`: the draft has read the
-        prompt; `patient`: a request that insists waits until it has."""
+        """Return how to draft for the round; None: not at all. `ready`: the draft has prefilled the
+        prompt; `patient`: a request that insists waits for that."""
         load, pair, on_off, begun = self._now.load, self._now.pair, self._now.on_off, self.begun
         begun.unready = not ready
         if pair is None or (not ready and not (patient and on_off is None)):
@@ -235,7 +234,7 @@ class Controller:
         return plan if plan is not None and priced_in == era else self._price(context, pair, on_off)
 
     def _price(self, context: int, pair: Pair, on_off: OnOff | None) -> Plan:
-        """Return the plan of drafting for a round by current knowledge."""
+        """Return the plan for drafting in a round by current knowledge."""
         load, ahead = self._now.load, self._ahead
         if ahead is None and pair.ahead_in_doubt:
             # On a shared device growth ahead slows the passes of other sessions.
@@ -248,15 +247,14 @@ class Controller:
         return self._pricing.plan(context, pair, trying=trying, doubted=doubted, ahead=ahead)
 
     def _rests(self) -> bool:
-        """Return whether a draft that has proposed nothing for long is left to other sessions
-        now."""
+        """Return whether to leave a draft that has long proposed nothing to other sessions."""
         if self._now.load.alone or not self._resting:
             return False
         self._resting -= 1
         return True
 
     def _is_control_due(self, pair: Pair) -> bool:
-        """Return whether a pass over one row must be measured; others may share the pass."""
+        """Return whether a pass over one row must be measured; other sessions may share it."""
         target = self._now.costs.target
         if target.profiled:
             return False
@@ -349,7 +347,7 @@ class Controller:
             self._say(f"session {self._number}, {self._names}: {words}")
 
     def _judge_crowd(self, crowd: Crowd, done: Round, tokens: float, seconds: float) -> None:
-        """Judge by a round, waits included, whether drafting pays for all sessions."""
+        """Judge by a round, including its waits, whether drafting pays for all sessions."""
         load, costs, pricing = done.begun.load, self._now.costs, self._pricing
         if done.disturbed or (done.begun.unready and crowd.on_off.drafting):
             alone_s = pricing.alone_s(done.context)

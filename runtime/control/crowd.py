@@ -1,4 +1,4 @@
-"""What concurrent sessions learn at a load: whether drafting pays, and a second's worth. Pure."""
+"""What concurrent sessions learn at a load: whether to draft, and the value of a second. Pure."""
 
 from collections.abc import Callable
 
@@ -10,43 +10,45 @@ UNDRAFTED_PASSES = 16.0
 """Passes without drafting over which their time is compared with the expected one."""
 MOST_SLOWDOWN = 1.5
 MORE_CARE, LESS_CARE, MOST_CARE = 1.25, 0.98, 8.0
-"""Factors a round: the care stays constant if about a twelfth of the sessions are far behind."""
-FAR = 0.25  # a session this share below its rate without drafting is far behind
+"""Factors per round: the care stays constant if about a twelfth of the sessions are far behind."""
+FAR = 0.25  # a session is far behind if it is this share below its rate without drafting
 CARE_OF_A_TRY = 2.0  # the most care when drafting is tested again
 BEHIND = 0.97
 """A session below this share of its rate without drafting suffers from the drafting of others."""
-LEAST_HOPE = 0.1  # tokens a round that drafting must bring with several sessions to be tried
+LEAST_HOPE = 0.1  # tokens per round that drafting must gain with several sessions to be tried
 
 
 class Crowd:
     """The experience of concurrent sessions at one load. One decision holds for all of them, since
-    each slows down the others' passes and drafts. It compares the tokens of all rounds in their
-    total time, including waits for each other, with rounds of as many sessions without drafting."""
+    each slows down the others' passes and drafts. It compares the tokens of all rounds over their
+    total time, including waits for each other, with undrafted rounds of as many sessions."""
 
     def __init__(self) -> None:
         self.on_off = OnOff(Experience(), many=True)
         self.tokens, self.seconds = Average(), Average()  # means of a round while drafting is on
-        self.care = 1.0  # factor on a second's worth, so that no session pays for what others gain
+        self.care = (
+            1.0  # factor on the value of a second, so that no session pays for the gains of others
+        )
         self._undrafted = Average(UNDRAFTED_PASSES)
         """Mean seconds of rounds without drafting, with mean `_rows` and `_context`."""
         self._rows, self._context = Average(UNDRAFTED_PASSES), Average(UNDRAFTED_PASSES)
         self._slowdown = 1.0
-        """How much longer those rounds took than such rounds are expected to now."""
-        self._undue = 0  # rounds without drafting since one was judged
+        """How much longer those rounds took than is expected now."""
+        self._undue = 0  # rounds without drafting since the last judged one
 
     def alone_s(self, expected_s: float) -> float:
-        """Return the seconds of an undrafted round; `expected_s`: of a row for each session."""
+        """Return the seconds of an undrafted round; `expected_s`: for a row per session."""
         return expected_s * self._slowdown
 
     def compare(self, costs: PairCosts) -> None:
-        """Compare undrafted rounds with their present prediction: costs may be known since."""
+        """Compare undrafted rounds with their present prediction, since costs become known."""
         expected_s = costs.alone_s(context=self._context.value, rows=round(self._rows.value))
         if self._undrafted.known and expected_s > 0.0:
             slowdown = self._undrafted.value / expected_s
             self._slowdown = min(MOST_SLOWDOWN, max(1.0, slowdown))
 
     def due(self, among: int) -> bool:
-        """Return whether a round is judged: if drafted, else one of `among` sessions."""
+        """Return whether to judge a round: every drafted one, else one in `among`."""
         if self.on_off.drafting:
             return True
         self._undue = (self._undue + 1) % max(1, among)
@@ -101,6 +103,6 @@ class Crowd:
             before_s=before_s,
             worth_trying=lambda: hope() >= LEAST_HOPE,
         )
-        if self.on_off.drafting:  # at the last price a try might find nothing to draft
+        if self.on_off.drafting:  # at the last price a trial might find nothing to draft
             self.care = min(self.care, CARE_OF_A_TRY)
         return words

@@ -8,43 +8,49 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-LOSS = 3.0  # rounds that a session may lose before its drafting stops; gains are not saved up
+LOSS = 3.0  # rounds that a session may lose before its drafting stops; gains do not accumulate
 DOUBTED = 1.0
-"""Rounds that were lost in sum, from which on each further one may be the last with a draft."""
+"""Total lost rounds from which on every further lost round may end drafting."""
 LOSS_OF_A_WINNER = 6.0
-"""Rounds that it may lose if drafting has paid for long: misses may be chance."""
+"""Rounds that a session may lose if drafting has paid off for long: misses may be chance."""
 MOST_LOSS_OF_A_WINNER = 2.5
-"""The most rounds that one may lose: a pause of the machine is no evidence."""
+"""The most lost rounds that one round counts as: a pause of the machine is no evidence."""
 LATE = 1.5
-"""Rounds that a late proposal counts as lost, in addition to its wait; more tend to follow."""
+"""Lost rounds that a late proposal counts as, in addition to its wait; more tend to follow."""
 FIRST_TRY = 8  # rounds without drafting before it is tested again; doubled by every failed test
 MOST_DOUBLINGS = 3
 TRY_SHARE = 0.015  # share of all time that tests may cost, in the long run
 ALLOWANCE = 2.0  # rounds of the target alone that tests may cost in advance
 MOST_ALLOWANCE = 30.0
-TRY_GAIN, TRY_LOSS = 1.5, 1.0  # rounds of the target alone by which a test is won or lost early
-LEAST_TRY, MOST_TRY = 3, 8  # the rounds of a test without the first, in which the draft catches up
+TRY_GAIN, TRY_LOSS = (
+    1.5,
+    1.0,
+)  # gain or loss, in rounds of the target alone, at which a test ends early
+LEAST_TRY, MOST_TRY = (
+    3,
+    8,
+)  # the rounds of a test, not counting the first, in which the draft catches up
 TRY_ROUNDS = 2  # assumed rounds of a failing test
 TRY_MARGIN = 1.03
-LASTING = 32  # rounds of drafting after which it is taken to pay
-HOPELESS = 256  # rounds before a try that known costs do not justify; doubled by each that fails
+LASTING = 32  # rounds of drafting after which it is assumed to pay off
+HOPELESS = 256  # rounds before a test that known costs do not justify; doubled by each failure
 FIRST_OF_MANY = 2
-"""Rounds before drafting is first tried with several sessions: they measure a pass."""
-WORTH_OF_MANY = 1.02  # factor by which drafting has to be better where several sessions run
-BARREN = 8  # rounds of several sessions without a worthwhile node after which drafting stops
-PAUSED = "drafting is paused while prompts are read"
+"""Rounds before drafting is first tested with several sessions: they measure a pass."""
+WORTH_OF_MANY = 1.02  # factor by which drafting must be better if several sessions run
+BARREN = 8  # rounds without a worthwhile node after which drafting stops, with several sessions
+PAUSED = "drafting is paused while prompts are prefilled"
 UNTRIED = "drafting has not been tested at this load yet"
-SETTLING = 2  # rounds after a change that do not count: they are still affected
+SETTLING = 2  # rounds after a change that do not count, since they are still affected
 
 
 @dataclass
 class Experience:
-    """State shared by the sessions of a pair: whether drafting paid, and what trying may cost."""
+    """State shared by the sessions of a pair: whether drafting pays off; the budget of tests."""
 
     losing: bool = False  # True if the last change was to stop drafting
     credit_s: float = 0.0  # the budget of tests
-    try_s: float = 0.0  # time that the last test cost, or the next is expected to
-    why: str = ""  # why drafting last stopped, to follow "because"; empty if it never did
+    try_s: float = 0.0  # cost of the last test, or expected cost of the next
+    why: str = ""  # why drafting last stopped, worded to follow "because"; empty if it never did
     granted: bool = False
     hopeless: int = 0
     """Consecutive tests that failed as predicted from known costs, or that drafted nothing."""
@@ -52,14 +58,14 @@ class Experience:
     token_s: float | None = None  # recent seconds a token with drafting; None: never drafted
 
     def earn(self, seconds: float, alone_s: float, *, before_s: float = 0.0) -> None:
-        """Count a round's seconds, a share of which tries may take. `before_s`: before a try."""
+        """Count a round's seconds, a share of which tests may take. `before_s`: before a test."""
         if not self.granted:
             self.granted, self.credit_s = True, ALLOWANCE * alone_s
         most_s = max(MOST_ALLOWANCE * alone_s, 2.0 * self.try_s, before_s + self.try_s)
         self.credit_s = min(self.credit_s + TRY_SHARE * seconds, most_s)
 
     def affords(self, before_s: float) -> bool:
-        """Return whether there is budget for a test that needs this long before it begins."""
+        """Return whether the budget allows a test with this much time of preparation."""
         return self.credit_s >= self.try_s + before_s
 
     def pay(self, seconds: float) -> None:
@@ -83,7 +89,7 @@ class Compared:
         self.alone += seconds / alone_s
 
     def words(self, unit: str, *, on: bool) -> str:
-        """Return why drafting is turned on or off, consistent with both rates as printed."""
+        """Return why drafting is turned on or off, consistent with the two printed rates."""
         rates = self.tokens / self.seconds, self.alone / self.seconds
         drafted, alone = (f"{rate:.1f}" if rate >= 10.0 else f"{rate:.3g}" for rate in rates)
         if on:
@@ -103,24 +109,24 @@ class OnOff:
     """On, off or testing, for one session, or for all concurrent sessions."""
 
     def __init__(self, experience: Experience, *, many: bool = False) -> None:
-        """`many`: for the rounds of several sessions at once; it begins without drafting."""
+        """`many`: for rounds of concurrent sessions; it begins without drafting."""
         self._experience, self._many = experience, many
         self.state: Literal["on", "off", "try"] = "off" if experience.losing or many else "on"
         self.drafting = self.state != "off"
         self.era = 0
-        """Counts the changes of state: rounds that began before the last one do not count."""
+        """Counts changes of state: rounds that began before the last change do not count."""
         self._before: Literal["on", "off", "try"] = self.state  # the state of the era before
-        self._rounds = 0.0  # rounds of drafting since it began, or without since it ended
+        self._rounds = 0.0  # rounds with drafting since it began, or without since it ended
         self._failed = 0
-        self.balance = 0.0  # on: lost rounds of the target alone; testing: won ones
+        self.balance = 0.0  # in rounds of the target alone; on: lost, testing: won
         self._tokens = self._seconds = 0.0
         self._compared = Compared()
-        """On: the rounds in which `balance` was lost. Testing: the rounds that count."""
+        """On: the rounds over which `balance` was lost. Testing: the rounds that count."""
         self._tried = self._doubted = False
         """`_doubted`: the current test is made although known costs predict a loss."""
         self._cost_s = 0.0  # time that the current test has cost
-        self._worst_s = 0.0  # time that the worst round of drafting has lost
-        self._won_s = 0.0  # time that drafting has won since it was resumed
+        self._worst_s = 0.0  # time lost by the worst round with drafting
+        self._won_s = 0.0  # time gained by drafting since it was resumed
         self._barren = 0.0  # consecutive rounds in which no proposed node was verified
         self._beside = 0.0  # rounds of the target alone lost during prefill
         self._paused: Literal["on", "try"] | None = None
@@ -133,7 +139,7 @@ class OnOff:
 
     @property
     def untried(self) -> bool:
-        """Whether these are the first rounds at this load, after which drafting is tested."""
+        """Whether these are the first rounds at this load, before drafting is tested."""
         return self._many and not self.era and self._rounds < FIRST_OF_MANY
 
     @property
@@ -150,7 +156,7 @@ class OnOff:
         return self._experience.token_s
 
     def begin(self) -> None:
-        """Begin a session at this load: forget failed tries, but not their allowance."""
+        """Begin a session at this load: forget failed tests, but not their budget."""
         self._failed = 0
 
     def undrafted(
@@ -161,18 +167,16 @@ class OnOff:
         before_s: float = 0.0,
         worth_trying: Callable[[], bool] = lambda: True,
     ) -> str | None:
-        """Count a round without drafting. Return a decision in words, or None. Of several sessions
-        in a pass one counts its round.
-
-        `before_s`: the prefill that drafts need before a test. `worth_trying`: whether a test can
-        pay off at known costs. They may be out of date, so a test is made after `HOPELESS` rounds
-        in any case."""
+        """Count a round without drafting. Return a decision in words, or None. If several sessions
+        share a pass, only one counts its round. `before_s`: the drafts' prefill time before a test.
+        `worth_trying`: whether a test can pay off at known costs. They may be out of date, so after
+        `HOPELESS` rounds a test is always made."""
         self._experience.earn(seconds, alone_s, before_s=before_s)
         if self.state != "off":
             return None
         if self._paused is not None:
             self._enter(self._paused)
-            return "drafting resumes: no prompt is being read"
+            return "drafting resumes: no prompt is being prefilled"
         self._rounds += 1
         if self._rounds < self._patience or not self._experience.affords(before_s):
             return None
@@ -184,14 +188,14 @@ class OnOff:
             words = f"drafting is tested again after {without}: it was stopped because {why}"
         else:
             rate = f"{1 / alone_s:.1f} {self._unit}"
-            words = f"drafting is tested after {without}, which bring {rate}"
+            words = f"drafting is tested after {without} at {rate}"
         self._enter("try")
         self._doubted = doubted
         return words
 
     @property
     def _unit(self) -> str:
-        """The unit of rates: among several sessions the rate of each."""
+        """The unit of rates: with several sessions, the rate of each."""
         return "tokens/s per session" if self._many else "tokens/s"
 
     @property
@@ -210,8 +214,8 @@ class OnOff:
         late: bool = False,
     ) -> str | None:
         """Count a round while drafting is on. Return the decision in words, None if there is none.
-        `alone_s`: seconds of a round of the target alone; `among`: sessions that are counted;
-        `barren`: no proposed node was worth verifying; `late`: no proposal arrived in time."""
+        `alone_s`: seconds of a round of the target alone; `among`: the counted sessions; `barren`:
+        no proposed node was worth verifying; `late`: no proposal arrived in time."""
         self._experience.earn(seconds / among, alone_s)
         self._rounds += 1 / among
         self._barren = self._barren + 1 / among if barren else 0.0
@@ -238,8 +242,8 @@ class OnOff:
         return self._stop(alone_s, fruitless=fruitless)
 
     def beside_prompts(self, tokens: float, seconds: float, alone_s: float) -> str | None:
-        """Count a drafted round in which prompts were read, which is no evidence for others. If
-        such rounds lose, drafting pauses until none are read. Return a decision, or None."""
+        """Count a drafted round during prefill, which is no evidence for other rounds. If such
+        rounds lose, drafting pauses until the prefill ends. Return a decision, or None."""
         if self.state == "off" or alone_s <= 0.0:
             return None
         self._beside = max(0.0, self._beside + seconds / alone_s - tokens)
@@ -251,7 +255,7 @@ class OnOff:
         return PAUSED
 
     def _stop(self, alone_s: float, *, fruitless: bool) -> str:
-        """Turn drafting off, and charge it with its losses; return the reason."""
+        """Turn drafting off, and charge its losses to the budget; return the reason."""
         lost_s = max(0.0, -self._won_s)
         if self._tried:  # the test was too optimistic
             self._failed, lost_s = self._failed + 1, max(lost_s, self.balance * alone_s)
@@ -278,7 +282,7 @@ class OnOff:
             return None
         self._count(tokens, seconds, alone_s)
         self.balance += won
-        judged = self._rounds - 1.0 + 0.5 / among  # a half against rounding of summed fractions
+        judged = self._rounds - 1.0 + 0.5 / among  # 0.5 allows for rounding of summed fractions
         if (self.balance >= TRY_GAIN and judged >= LEAST_TRY) or (
             judged >= MOST_TRY and self._compared.tokens > TRY_MARGIN * self._compared.alone
         ):
@@ -294,7 +298,7 @@ class OnOff:
         return None
 
     def catching_up(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
-        """Count a round in which drafts read prompts; drafting or its trial pays for it."""
+        """Count a round during a draft's prefill, at the cost of drafting or its test."""
         cost_s = max(0.0, seconds - tokens * alone_s) / among
         if self.state == "try":
             self._cost_s += cost_s
@@ -304,7 +308,7 @@ class OnOff:
     def straggled(
         self, era: int, tokens: float, seconds: float, alone_s: float, *, among: int
     ) -> None:
-        """Count a round of an earlier era: a cost of the drafting or try that just ended."""
+        """Count a round of an earlier era: a cost of the drafting or test that just ended."""
         if self.state != "off" or self._before == "off" or era != self.era - 1:
             return
         cost_s = max(0.0, seconds - tokens * alone_s) / among

@@ -1,5 +1,5 @@
-"""Pairs of a draft and a target: what their sessions have learned together about costs, the yield
-of rounds, and whether drafting pays off at each load. Pure: rounds are arguments."""
+"""Pairs of a draft and a target: what their sessions have learned about costs, the yield of rounds,
+and whether drafting pays off at each load. Pure: rounds are arguments."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from dovetail.runtime.control.rounds import MOST_CALIBRATION, Load, Round
 from dovetail.runtime.costs.averages import Average, add_all
 from dovetail.runtime.costs.rounds import PairCosts
 
-CPU = "cpu"  # a device that workers share if they have cores in common
-MAX_WORDS = 512  # characters of a reason or a decision; the names in it are a worker's own
+CPU = "cpu"  # a device that is shared by workers with common cores
+MAX_WORDS = 512  # most characters of a reason or a decision; it contains names chosen by workers
 CALIBRATED = 8  # rounds before expected and accepted nodes are compared
 
 
 @dataclass
 class Pair:
-    """A draft and a target that work together."""
+    """A draft and its target."""
 
     draft: str
     target: str
     costs: PairCosts
     shared: bool  # True if both compute on one device
     in_turns: bool = False
-    """True if both compute on the same cores, so that nothing is drafted ahead."""
+    """True if both compute on the same cores; then nothing is drafted ahead."""
     reads: bool = False  # true if the draft reads its target's states
     experiences: dict[bool, Experience] = field(
         default_factory=lambda: {True: Experience(), False: Experience()}
@@ -44,36 +44,36 @@ class Pair:
     """Tokens of a round with a draft; `seconds` likewise."""
     seconds: Average = field(default_factory=Average)
     expected_nodes: Average = field(default_factory=lambda: Average(128.0))
-    """Nodes a round expected to be accepted by their scores; `accepted` were."""
+    """Expected accepted nodes per round, by scores; `accepted`: actual ones."""
     accepted: Average = field(default_factory=lambda: Average(128.0))
     expected_tokens: Average = field(default_factory=Average)
-    """Tokens of a round that were expected, in `predicted_s` seconds."""
+    """Predicted tokens of a round, and its predicted seconds."""
     predicted_s: Average = field(default_factory=Average)
     context: float = 0.0
     on_off: OnOff | None = None  # decided on drafting in the last round, if set
 
     ahead_in_doubt: bool = field(init=False)
-    """Return whether drafting ahead must be tried: on a shared device, or by guesses."""
+    """Return whether drafting ahead needs a trial: on a shared device, or for a head."""
 
     def __post_init__(self) -> None:
         self.ahead_in_doubt = not self.in_turns and (self.shared or self.reads)
 
     @property
     def calibration(self) -> float:
-        """The accepted nodes for each node expected by scores."""
+        """The ratio of accepted nodes to those expected by scores."""
         if self.rounds < CALIBRATED or self.expected_nodes.value <= 0.0:
             return 1.0
         return min(MOST_CALIBRATION, self.accepted.value / self.expected_nodes.value)
 
     def crowd(self, *, greedy: bool, load: Load) -> Crowd:
-        """Return what was learned at a load of several sessions; it holds at no other."""
+        """Return the experience at a load of several sessions; it applies to no other load."""
         key = greedy, load.level
         if key not in self.crowds:
             self.crowds[key] = Crowd()
         return self.crowds[key]
 
     def learn(self, done: Round, drafted: Drafted, seconds: float) -> None:
-        """Learn from a drafted round, and its seconds without the wait for its target."""
+        """Learn from a drafted round and its seconds, without the wait for the target."""
         times, costs = done.times, self.costs
         costs.draft.observe_all(drafted.passes)
         told = [

@@ -1,10 +1,10 @@
 """Pricing: the value of a second to a session, and thereby how its next round is drafted and how
 many drafted nodes are verified.
 
-The rate of a session is the tokens a second that it loses while it waits. A node is worth drafting
-if it yields more tokens than its rows and levels cost everyone who waits meanwhile, at their rates:
-for the draft, the sessions that use it; for the target, all that run there. If several sessions
-share a draft's passes, the gains of all of them from a level are weighed against its time.
+The rate of a session is the tokens per second that it loses while it waits. A node is worth
+drafting if it yields more tokens than its rows and levels cost all waiting sessions, at their
+rates: for the draft, the sessions that use it; for the target, all that run there. If several
+sessions share a draft's passes, the sum of their gains from a level is weighed against its time.
 
 The offers of all sessions in one pass are merged, the likeliest node first, and the longest prefix
 that pays off is kept: the number of rows M with the largest E(M) - rate x T(M), where E are the
@@ -26,16 +26,16 @@ from dovetail.runtime.control.rounds import ALONE, WINDOW, Load, Plan
 from dovetail.runtime.costs.rounds import PairCosts
 
 FEW = 4
-"""The least number of a session's rounds for its rate; missing ones are assumed to be as usual."""
-SURE = 0.8  # probability of a guess in predictable text: it determines the depth of a try
-HOPED_GAIN = 0.5  # hoped-for time of a token in a try, as a share of that without a draft
+"""The minimum number of rounds for a session's rate; missing ones are assumed to be typical."""
+SURE = 0.8  # probability of a guess in predictable text: it determines the depth of a test
+HOPED_GAIN = 0.5  # hoped-for time per token in a test, as a share of that without a draft
 MOST_DEADLINE_MS = 3.6e6
 NEW = 2  # first rounds of a pair, not judged because the draft's caches are cold
 HASTE = 0.4
-"""Share of the patience after which a new draft starts no further level, so that two fit."""
-LEAST_WAIT_S = 2e-3  # timers and schedulers of a busy machine are no more precise than this
-USUAL = 2.0  # multiple of its usual time that a proposal may take while it can still pay
-STEPS = (4, 8, 16, 32)  # rows over which the price of one is sought: passes get dearer in steps
+"""Share of the waiting time after which a new draft starts no further level, so that two fit."""
+LEAST_WAIT_S = 2e-3  # precision of timers and schedulers on a busy machine
+USUAL = 2.0  # a proposal that takes more than this multiple of its usual time cannot pay off
+STEPS = (4, 8, 16, 32)  # rows over which the price of one is averaged: passes get dearer in steps
 MOST_FLOOR = 0.95
 
 
@@ -49,7 +49,7 @@ class Situation:
     crowd: Crowd | None = None
     """Experience of the concurrent sessions at this load; None for a single session."""
     on_off: OnOff | None = None
-    """Decides whether the session is drafted for; None: every round is drafted."""
+    """Decides whether to draft for the session; None: every round is drafted."""
 
 
 class Pricing:
@@ -74,18 +74,18 @@ class Pricing:
         self._recent.clear()
         self._tokens = self._seconds = 0.0
 
-    # -- what a second is worth --------------------------------------------------------------------
+    # -- the value of a second ---------------------------------------------------------------------
 
     def rate(self, context: int) -> float:
-        """Return a second's worth in tokens, 0 if unknown: the recent rate, but with other sessions
-        at least that without drafting, since all of them lose a wasted second."""
+        """Return the value of a second in tokens, 0 if unknown: the recent rate; with other
+        sessions at least that without drafting, since all of them lose a wasted second."""
         now, rate = self._now, self.rate_of_late(context)
         if now.load.alone or (alone_s := self.alone_s(context)) <= 0.0:
             return rate
         return max(rate, 1.0 / alone_s) * (now.crowd.care if now.crowd is not None else 1.0)
 
     def rate_of_late(self, context: int) -> float:
-        """Return the recent tokens/s: at first the pair's or the target's; 0 if unknown."""
+        """Return the recent tokens/s, at first the pair's or the target's; 0 if unknown."""
         tokens, seconds = self._tokens, self._seconds
         if (missing := FEW - len(self._recent)) > 0:
             usual_tokens, usual_s = self._usual(context)
@@ -99,7 +99,7 @@ class Pricing:
         return expected_s if now.crowd is None else now.crowd.alone_s(expected_s)
 
     def _usual(self, context: int) -> tuple[float, float]:
-        """Return tokens and seconds of a round, as known before the session has had some."""
+        """Return tokens and seconds of a round, as known before the session's first rounds."""
         now = self._now
         if now.pair is not None and now.on_off is not None and now.on_off.drafting:
             known = now.pair if now.crowd is None else now.crowd
@@ -110,7 +110,7 @@ class Pricing:
     # -- what is drafted ---------------------------------------------------------------------------
 
     def plan(self, context: int, pair: Pair, *, trying: bool, doubted: bool, ahead: bool) -> Plan:
-        """Return a plan for a round. `trying`: a try; `doubted`: proposals were empty lately."""
+        """Return a plan for a round. `trying`: a test; `doubted`: recent proposals were empty."""
         load = self._now.load
         depth = self._hopeful_depth(context) if trying or (doubted and load.alone) else None
         alone_s = self.alone_s(context)
@@ -135,7 +135,7 @@ class Pricing:
 
     def _wait_s(self, alone_s: float, pair: Pair, depth: int | None) -> float | None:
         """Return the seconds to wait for a proposal, None if unknown: a round of the target alone,
-        longer if drafting pays, at least `LEAST_WAIT_S`. `depth`: of a try."""
+        longer if drafting pays off, at least `LEAST_WAIT_S`. `depth`: of a test."""
         if alone_s <= 0.0:
             return None
         now = self._now
@@ -153,7 +153,7 @@ class Pricing:
         return self._now.costs.draft.at(1) if pair.rounds >= NEW else 0.0
 
     def _hopeful_depth(self, context: int) -> int:
-        """Return the levels that pay in predictable text, at least one; one if unknown."""
+        """Return how many levels pay off in predictable text, at least one; one if unknown."""
         if not self._now.load.alone:
             return max(1, self._hope(context)[0])
         level_s, alone_s = self._now.costs.draft.at(1), self.alone_s(context)
@@ -162,12 +162,12 @@ class Pricing:
         return max(1, min(self._depth, ceil(log(level_s / alone_s) / log(SURE))))
 
     def hope(self, context: int) -> float:
-        """Return the tokens a round that drafting may gain in predictable text."""
+        """Return the tokens per round that drafting may gain in predictable text."""
         return self._hope(context)[1]
 
     def _hope(self, context: int) -> tuple[int, float]:
-        """Return how many levels of one node gain most in predictable text, and the gain in tokens.
-        All sessions share the draft's passes and pay for the target's rows."""
+        """Return the number of one-node levels with the highest gain in predictable text, and that
+        gain in tokens. All sessions share the draft's passes and the cost of the target's rows."""
         now = self._now
         target, draft, costs = now.load.target, now.load.draft, now.costs
         alone_s = self.alone_s(context)
@@ -183,22 +183,22 @@ class Pricing:
         return levels, gain - levels * price - costs.orders_s(draft) / alone_s
 
     def reading_s(self, tokens: int) -> float:
-        """Return the target's wait while its draft reads; 0 on separate devices or if unknown."""
+        """Return the target's delay by the draft's prefill; 0 on separate devices or if unknown."""
         pair = self._now.pair
         if pair is None or not tokens or not pair.shared:
             return 0.0
         return pair.costs.prompts.expect(tokens) or 0.0
 
     def worth_reading(self, tokens: int, room: int, load: Load, on_off: OnOff) -> bool:
-        """Return whether drafting saves more in `room` tokens than reading `tokens` takes the
-        draft. On a shared device all sessions lose that time."""
+        """Return whether drafting saves more time over `room` tokens than the draft needs to read
+        `tokens`. On a shared device all sessions lose that time."""
         pair = self._now.pair
         assert pair is not None
         reading_s = pair.costs.prompts.expect(tokens)
         alone_s = self._now.costs.alone_s(context=pair.context, rows=load.target)
         drafted_s = on_off.token_s
         slower = load.alone and drafted_s is not None and drafted_s >= alone_s
-        if on_off.state == "try" or slower:  # only drafted rounds show whether it still is
+        if on_off.state == "try" or slower:  # only drafted rounds show whether it still pays off
             drafted_s = HOPED_GAIN * alone_s
         if reading_s is None or drafted_s is None or alone_s <= 0.0:
             return True
@@ -208,8 +208,9 @@ class Pricing:
 
 
 def least_probability(rate: float, seconds: Callable[[int], float], rows: int, most: int) -> float:
-    """Return how likely a node must be to pay in a pass of about this many rows, `most` at most:
-    the least price of a row from there on. `seconds(M)`: of a pass over M rows, up to most + 1."""
+    """Return the minimum probability of a node worth a row in a pass of about this many rows, at
+    most `most`: the lowest price of a row from there on. `seconds(M)`: of a pass, up to most +
+    1."""
     ends = [end for step in STEPS if (end := rows + step) <= most] or [max(rows + 1, most)]
     price = min((seconds(end) - seconds(rows)) / (end - rows) for end in ends)
     return min(MOST_FLOOR, max(0.0, rate * price))
@@ -223,12 +224,10 @@ def cut(
     fixed: int = 0,
     most: int | None = None,
 ) -> tuple[int, ...]:
-    """Return how many nodes of each offer are verified.
-
-    offers: path log-probabilities, best first, so that every prefix is a tree; `rate`: the value of
-    a second of the pass in tokens; `seconds(M)`: of a pass over M rows; `fixed`: rows of the pass
-    that are given, including roots of other sessions; `most`: the maximum number of its rows, if
-    limited. Ties go to fewer rows."""
+    """Return how many nodes of each offer are verified. offers: path log-probabilities, best first,
+    so that every prefix is a tree; `rate`: the value of a second of the pass in tokens;
+    `seconds(M)`: of a pass over M rows; `fixed`: given rows of the pass, including roots of other
+    sessions; `most`: the maximum number of its rows, if limited. Ties go to fewer rows."""
     base = fixed + len(offers)
     room = None if most is None else max(0, most - base)
     if not offers:
@@ -246,7 +245,7 @@ def cut(
 
 
 def _best(gains: Iterator[float], base: int, rate: float, seconds: Callable[[int], float]) -> int:
-    """Return how many nodes of these expected tokens to take, in addition to `base` rows."""
+    """Return how many nodes with these expected tokens to take in addition to `base` rows."""
     best, most, expected = 0, -rate * seconds(base), 0.0
     for taken, gain in enumerate(gains, 1):
         expected += gain
@@ -257,7 +256,7 @@ def _best(gains: Iterator[float], base: int, rate: float, seconds: Callable[[int
 
 
 def _merged(offers: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
-    """Yield (offer, node) of all offers, the likeliest first, each offer in its own order."""
+    """Yield (offer, node) of all offers, the likeliest first, nodes of an offer in its order."""
     heads = [(-offer[0], session, 0) for session, offer in enumerate(offers) if offer]
     heapify(heads)
     while heads:
@@ -270,10 +269,9 @@ def _merged(offers: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
 
 
 def worth_waiting(waits: Sequence[float], *, ready: int, pass_s: float) -> float | None:
-    """Return the seconds that a pass of `ready` sessions should wait for some that are not ready
-    yet; None: it should begin. waits: in how many seconds each of them will be ready, ascending. A
-    session that comes in time does not wait for this pass to end; all others wait for the last one
-    awaited."""
+    """Return the seconds that a pass of `ready` sessions should wait for others; None: it should
+    begin. waits: seconds until each of the others is ready, ascending. A session that joins does
+    not have to wait for the end of this pass, but all in the pass wait for the last one to join."""
     if not waits:
         return None
     most, wait = max(

@@ -1,5 +1,5 @@
-"""The values of a speculation controller: the load of a session's workers, a plan, a round as it
-begins and as it was, and the calibration of its predictions."""
+"""The values of a speculation controller: the load of a session's workers, a plan, a round at its
+beginning and at its end, and the calibration of predictions."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -7,7 +7,7 @@ from functools import cache
 from dovetail.protocol.messages import Drafted
 from dovetail.runtime.telemetry.metrics import RoundTimes
 
-WINDOW = 16  # rounds over which a session's own figures are taken
+WINDOW = 16  # rounds over which a session's own figures are averaged
 PRIOR_NODES = 2.0  # expected nodes for which the pair's calibration outweighs the session's own
 MOST_CALIBRATION = 2.0
 
@@ -21,8 +21,8 @@ class Calibration:
         self.factor = min(MOST_CALIBRATION, prior)  # accepted nodes for each expected node
 
     def learn(self, tokens: int, expected_nodes: float) -> float:
-        """Count a round. Return its tokens with half of the chance removed: the mean of committed
-        and expected tokens."""
+        """Count a round. Return the mean of its committed and expected tokens, which halves the
+        effect of chance."""
         kept = 1.0 - 1.0 / WINDOW
         self._expected = kept * self._expected + expected_nodes
         self._accepted = kept * self._accepted + tokens - 1.0
@@ -32,7 +32,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Load:
-    """Sessions on a session's workers, itself included, beyond prompts and with a target."""
+    """Sessions past prefill on a session's workers, including itself."""
 
     target: int = 1  # on its target, each with at least one row in a pass
     draft: int = 1  # on its draft
@@ -50,12 +50,12 @@ class Load:
 
 
 ALONE = Load()
-load_of = cache(Load)  # returns the load of these counts, cached because every round needs it
+load_of = cache(Load)  # returns the load with these counts, cached because every round needs it
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a round: fields of `Draft`. Bounds are below the request's own."""
+    """The plan of a round: fields of `Draft`. Bounds are at most the request's own."""
 
     rate: float | None = None
     floor: float = 0.0
@@ -72,7 +72,7 @@ class Begun:
 
     load: Load = ALONE
     era: int = 0  # the era of the on/off when it began
-    sampled: bool = True  # True if it is learned from
+    sampled: bool = True  # True if the controller learns from it
     unready: bool = False  # True if only the draft's missing prefill prevented drafting
     ordered: bool = False  # True if a proposal was requested
     deciding: bool = False  # True if learning from it may turn drafting on or off
@@ -88,12 +88,12 @@ class Round:
     context: int
     tokens: int  # tokens that it committed
     verified: int  # drafted nodes in the pass
-    drafted: Drafted | None  # the proposal; None if none was asked for
+    drafted: Drafted | None  # the proposal; None if none was requested
     other_rows: int = 1
     """Rows of the pass without the drafted nodes: the root, and all rows of other sessions."""
     load: Load = ALONE  # the load when it ended
     disturbed: bool = False  # True if a worker prefilled a prompt meanwhile
-    unread: int = 0  # tokens that the draft would have to prefill first
+    unread: int = 0  # tokens that the draft would first have to prefill
     begun: Begun = field(default_factory=Begun)  # the round as it began
 
     @property
@@ -103,5 +103,5 @@ class Round:
 
     @property
     def seconds(self) -> float:
-        """The seconds from the previous verdict to its own."""
+        """The seconds from the previous verdict to this round's."""
         return (self.times.own_ns + self.times.target_queue_ns) / 1e9

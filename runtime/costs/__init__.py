@@ -1,4 +1,3 @@
-"""The cost model: the time of passes of a target and a draft, and of rounds.
-
-Goodput uses the `PairCosts` of a running pair. A draft worker, which decides on its next pass
-itself, uses the passes that it reports to the coordinator."""
+"""The cost model: the time of target passes, draft passes and rounds. Goodput uses the `PairCosts`
+of a running pair. A draft worker decides on its next pass itself, by the passes that it reports to
+the coordinator."""

@@ -4,12 +4,12 @@ from collections import deque
 from collections.abc import Iterable
 from math import log
 
-RECENT = 32.0  # values after which a running average has forgotten all but a third
+RECENT = 32.0  # values after which the weight of an older value has fallen to about a third
 LAST = 16  # the number of remembered durations with their amounts
 
 
 class Average:
-    """A running mean of the last values; the first ones have equal weights."""
+    """A running mean of the last values; the first values have equal weights."""
 
     def __init__(self, recent: float = RECENT) -> None:
         self.recent, self.count = recent, 0  # values that count, and all values
@@ -38,12 +38,13 @@ class Lags:
         self._last: deque[tuple[int, float]] = deque(maxlen=LAST)
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Note the duration of this many tokens; zero tokens are ignored."""
+        """Record the duration of this many tokens; zero tokens are ignored."""
         if tokens > 0:
             self._last.append((tokens, seconds))
 
     def expect(self, tokens: int) -> float | None:
-        """Return seconds for this many, by the nearest length, scaled up; None if unknown."""
+        """Return seconds for this many, scaled from the nearest recorded number; None if
+        unknown."""
         if not self._last:
             return None
         length, seconds = min(

@@ -1,11 +1,11 @@
 """The cost of experts: how many experts a pass over M rows uses, and the seconds of each. Both are
 learned from passes for which the target reports the number of experts.
 
-Rows of one text share more experts than independent rows, especially in repetitive text: this
-variety is estimated from the last passes, whatever their rows. The cost of an expert is a weighted
-median of slopes, seconds over experts. A slope is taken between consecutive passes, so that a
-machine that slows down does not distort it, and each of the two is first compared with passes over
-as many rows, so that costs of rows cancel. Pure."""
+Rows of one text share more experts than independent rows, especially in repetitive text; this
+variety is estimated from the last passes of any size. The cost of an expert is a weighted median of
+slopes, seconds over experts. Slopes are between consecutive passes, so that a machine that slows
+down does not distort them. Each of the two is first compared with passes over as many rows, so that
+costs of rows cancel. Pure."""
 
 from collections import deque
 from math import log
@@ -13,13 +13,13 @@ from math import log
 from dovetail.protocol.calibration import ExpertCosts, weighted_median
 
 VARIETIES = 8  # the last passes, from which the variety of rows is estimated
-FULL = 0.95  # the share of experts beyond which a pass says little about variety
-SLOPES = 128  # slopes that the cost of an expert is estimated from: the last ones
-PRIOR = 2.0  # weight of the known cost, as a slope between passes this many rows' experts apart
+FULL = 0.95  # share of experts above which a pass is little evidence of variety
+SLOPES = 128  # last slopes from which the cost of an expert is estimated
+PRIOR = 2.0  # weight of the known cost: that of a slope between passes as many rows' experts apart
 
 
 class ExpertsOfPasses:
-    """Predicts the experts of passes, and learns their cost."""
+    """Predicts the number of experts of passes, and learns their cost."""
 
     def __init__(self, known: ExpertCosts) -> None:
         self._known, self.routing = known, known.routing
@@ -47,8 +47,8 @@ class ExpertsOfPasses:
             self.variety = weighted_median(self._varieties)
 
     def weigh(self, seconds: float, experts: float, *, usual_s: float, row_s: float) -> None:
-        """Learn an expert's cost from a pass of `seconds` with `experts` more than usual, where
-        usual passes take `usual_s`. `row_s`: a pass over one row, an upper bound."""
+        """Learn an expert's cost from a pass of `seconds` with `experts` more than usual; usual
+        passes take `usual_s`. `row_s`: a pass over one row, an upper bound."""
         before, now = self._before, (seconds / usual_s, experts / usual_s)
         self._before = now
         if before is None or (apart := now[1] - before[1]) == 0.0:

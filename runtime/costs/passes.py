@@ -1,13 +1,12 @@
-"""Costs of passes: the target's over M rows behind a context, the draft's over rows.
-
-A `RowCosts` begins with the curves of a profile file or with nothing, and learns from every pass.
-Each number of rows keeps its last passes, of which the middle half counts, so that an interruption
-has no effect and an old state of the machine is forgotten. Observations bend the expected curve,
-also for rows in between and beyond; the result never falls with rows. A machine that becomes slower
-or faster does so for all numbers of rows, also for those not seen meanwhile: passes are stored at
-the usual speed, and predicted at the speed of the last ones. Of a target with experts T_V = f(M) +
-c U: passes are compared as if each had used as many experts U as the next one will (`experts.py`).
-Pure: seconds are arguments."""
+"""Costs of passes: the target's over M rows at a context length, the draft's over rows. A
+`RowCosts` begins with the curves of a profile file or with nothing, and learns from every pass. For
+each number of rows, the last passes are stored and their middle half counts, so that an
+interruption has no effect and an old state of the machine is forgotten. Observations bend the
+expected curve, including unobserved numbers of rows; the result never falls with rows. A machine
+that becomes slower or faster does so for all numbers of rows: passes are stored at the usual speed,
+and predicted at the speed of the last ones. For a target with experts, T_V = f(M) + c U: passes are
+compared as if each had used the number of experts U that is expected of the next one
+(`experts.py`). Pure: seconds are arguments."""
 
 from bisect import bisect_left
 from collections import deque
@@ -33,8 +32,8 @@ def curves_of(calibration: Calibration) -> "PassCurves":
 
 
 class PassCurves:
-    """T(M, context) by curves over the rows at one or more lengths of the cache: linear in between,
-    constant before the first length, and extrapolated along the last two beyond the last."""
+    """T(M, context) by curves over rows at one or more lengths of the cache: interpolated linearly,
+    constant below the first length, and extrapolated from the last two above the last."""
 
     def __init__(self, curves: Sequence[ContextCurve]) -> None:
         """`curves`: at least one."""
@@ -60,7 +59,7 @@ class PassCurves:
         return [(1.0 - share) * low[rows] + share * high[rows] for rows in range(most + 1)]
 
     def _around(self, context: float) -> tuple[int, int, float]:
-        """Return the curves below and above a context, and its relative position between them."""
+        """Return the curves below and above a context, and its relative position."""
         if len(self.contexts) == 1 or context <= self.contexts[0]:
             return 0, 0, 0.0
         place = min(bisect_left(self.contexts, context), len(self.contexts) - 1)
@@ -78,31 +77,31 @@ class PassCurves:
 EXACT_ROWS = 32  # smaller numbers of rows are stored separately
 KEPT = 16  # stored passes of each number of rows
 FEW = 8  # with fewer passes than this only the median counts
-TRUST = 2.0  # passes of a number of rows that weigh as much as its neighbours and the profile
-HOPE = 0.5  # without a profile, the share of a rise that is assigned to the rows in between
+TRUST = 2.0  # passes of a number of rows that weigh as much as neighbours and profile together
+HOPE = 0.5  # without a profile, the share of a rise assigned to the rows in between
 ROW_SHARE = 0.01
-"""Unknown cost of a further row, in passes over one: little, so that more are tried."""
+"""Assumed cost of a further row, in passes over one: small, so that more rows are tried."""
 FIRST_ROWS = 4
-"""Without a profile, the most rows of first passes: 16 can take eight times as long as 1."""
+"""Without a profile, the most rows of the first passes: 16 can take eight times as long as 1."""
 OUTLIER = 4.0  # passes up to this multiple of the usual seconds count for the slope over context
 FORGETTING = 0.995  # decay of the slope, per pass
-SPREAD = 64.0 * 64.0  # squared distance of contexts at which a slope over them is believed by half
+SPREAD = 64.0 * 64.0  # squared distance of contexts at which a slope over them gets half weight
 LEAST_SHARE = 0.25
-"""A prediction is at least this share of the observed time, whatever context and experts."""
+"""A prediction is at least this share of the observed time, for any context and experts."""
 LEAST_S = 1e-9
-STALE_TOKENS = 32  # one table serves contexts within this distance
+STALE_TOKENS = 32  # contexts within this distance share a table
 MOST_TABLES = 64
-SPEEDS = 5  # last passes whose median is the machine's present speed
+SPEEDS = 5  # number of last passes whose median is the machine's present speed
 SEEN = 2  # passes of a number of rows before further ones measure the speed
 PASSING = 0.95
-"""Exponent of the slowness taken out of a pass: a lasting change becomes usual after some hundred
-passes."""
+"""Exponent of the slowness that is removed from a pass: a lasting change becomes usual after some
+hundred passes."""
 STALE_PASSES = 8
 MOST_POINTS = 24  # the most points of a displayed curve
 
 
 def bucket(rows: int) -> int:
-    """Return the rows under which a pass is remembered: exact to 32, then to a sixteenth."""
+    """Return the rows under which a pass is stored: exact up to 32, then rounded to a sixteenth."""
     step = 1 << max(0, rows.bit_length() - 5)
     return rows // step * step
 
@@ -117,7 +116,7 @@ class _Passes:
     mean_context: float = 0.0
     mean_seconds: float = 0.0
     contexts: float = 0.0
-    """Squares of contexts about their mean, with forgetting; `product`: with seconds."""
+    """Decaying sum of squared deviations of contexts; `product`: of context times seconds."""
     product: float = 0.0
     mean_experts: float = 0.0
     _middle: tuple[float, float, float] | None = None
@@ -139,7 +138,7 @@ class _Passes:
         self.product = FORGETTING * self.product + off_context * off_seconds * kept / weight
 
     def middle(self) -> tuple[float, float, float]:
-        """Return the mean seconds, context and experts of the middle half of the last passes."""
+        """Return mean seconds, context and experts of the middle half of the last passes."""
         if self._middle is None:
             self._middle = self._made()
         return self._middle
@@ -158,11 +157,11 @@ class _Table:
 
     usual: list[float] = field(default_factory=list)  # at the usual speed
     experts: list[float] = field(default_factory=list)
-    """Experts that each pass is expected to use; empty for a target that counts none."""
+    """Expected experts of each pass; empty for a target that counts none."""
     seconds: list[float] = field(default_factory=list)
-    slowness: float = 0.0  # the machine's slowness that `seconds` hold for
-    observed: int = 0  # passes observed when it was made
-    asked: int = 0  # rows that were asked for since
+    slowness: float = 0.0  # the machine's slowness to which `seconds` apply
+    observed: int = 0  # number of passes observed when it was made
+    asked: int = 0  # rows requested since
 
 
 class RowCosts:
@@ -171,7 +170,7 @@ class RowCosts:
     def __init__(
         self, curves: Sequence[ContextCurve] = (), experts: ExpertCosts | None = None
     ) -> None:
-        """`curves`: of the profile; `experts`: of a target that counts those of its passes."""
+        """`curves`: of the profile; `experts`: for a target that counts those of its passes."""
         self.experts = None if experts is None else ExpertsOfPasses(experts)
         self.known = self.profiled = bool(curves)
         """Return whether anything is known; `profiled`: it began with curves."""
@@ -181,11 +180,11 @@ class RowCosts:
         self._slowness = 1.0  # recent pass times over usual ones
         self._lately: deque[float] = deque([1.0] * SPEEDS, maxlen=SPEEDS)
         self._tables: dict[int, _Table] = {}
-        """By context, `STALE_TOKENS` to one table: sessions that share a pass ask in turns."""
+        """Tables by context, each for `STALE_TOKENS`: sessions that share a pass alternate."""
 
     @property
     def most_rows(self) -> int:
-        """Return the most rows to try: twice what passes have had; no bound with curves."""
+        """Return the most rows to try: twice the most rows so far; no bound with curves."""
         return (
             MAX_NODES * MAX_SESSIONS
             if self.profiled
@@ -225,7 +224,7 @@ class RowCosts:
         context: float,
         experts: int,
     ) -> float:
-        """Learn experts' cost from a pass; return how many it went through, or should have."""
+        """Learn experts' cost from a pass; return its number of experts, or the expected number."""
         if not experts:
             return passes.at(rows)
         if len(known.last) >= SEEN:
@@ -248,7 +247,7 @@ class RowCosts:
         return max(LEAST_SHARE * usual, usual + more_s)
 
     def observe_all(self, passes: Iterable[tuple[int, int]]) -> None:
-        """Note passes of this many rows and their nanoseconds each."""
+        """Record passes as (rows, nanoseconds)."""
         for rows, duration_ns in passes:
             self.observe(rows, duration_ns / 1e9)
 
@@ -257,12 +256,12 @@ class RowCosts:
         return self._slowness * self._usual(rows, context, experts)
 
     def up_to(self, most: int, context: float = 0.0) -> Callable[[int], float]:
-        """Return a pass's seconds by its rows, `most` at most: for a few of them."""
+        """Return a function from rows, at most `most`, to seconds of a pass, for few calls."""
         usual, slowness = self._table(most, context).usual, self._slowness
         return lambda rows: slowness * usual[rows]
 
     def table(self, most: int, context: float = 0.0) -> list[float]:
-        """Return the seconds of passes over 0 to at least `most` rows; 0 rows take none."""
+        """Return the seconds of passes over 0 to at least `most` rows; 0 rows take 0 s."""
         found = self._table(most, context)
         if found.slowness != self._slowness:
             found.slowness = self._slowness
@@ -270,7 +269,7 @@ class RowCosts:
         return found.seconds
 
     def _table(self, most: int, context: float) -> _Table:
-        """Return the table of a context, with passes at the usual speed for this many rows."""
+        """Return the table of a context, with usual-speed passes over up to this many rows."""
         key = int(context) // STALE_TOKENS
         found = self._tables.get(key)
         if found is None:
@@ -297,7 +296,7 @@ class RowCosts:
         return RowsSeconds(rows=tuple(rows), seconds=tuple(table[count] for count in rows))
 
     def usual(self, rows: tuple[int, ...], context: float = 0.0) -> RowsSeconds | None:
-        """Return passes over these ascending rows at usual speed; None if nothing is known."""
+        """Return seconds of passes over these ascending rows at usual speed; None if unknown."""
         if not self.known:
             return None
         seconds = self._made(rows[-1], context)
@@ -319,7 +318,7 @@ class RowCosts:
         return [0.0, *accumulate(bent[1:], max)]
 
     def _expected(self, most: int, context: float) -> list[float]:
-        """Return the curve before measurements: the profile's, else a little more for each row."""
+        """Return the curve before measurements: the profile's, else rising a little per row."""
         if self._curves is None:
             return [1.0 + ROW_SHARE * (rows - 1) for rows in range(most + 1)]
         table = self._curves.table(most, context)
@@ -336,7 +335,7 @@ class RowCosts:
         return self.experts.expert_s * (self.experts.at(rows) - measured)
 
     def _anchors(self, expected: Sequence[float], context: float) -> list[tuple[int, float]]:
-        """Return (rows, share of the expected seconds), ascending; few passes lean on all."""
+        """Return (rows, observed / expected seconds), ascending; few passes are smoothed."""
         slope = self._learned_slope()
         found = []
         for rows, passes in sorted(self._passes.items()):
@@ -358,7 +357,7 @@ class RowCosts:
         )
 
     def _learned_slope(self) -> float:
-        """Return seconds a token of context beyond the profile's, by passes of equal rows."""
+        """Return seconds per token of context beyond the profile's, from passes of equal rows."""
         if self._curves is not None and len(self._curves.contexts) > 1:
             return 0.0
         contexts = sum(passes.contexts for passes in self._passes.values())
@@ -383,10 +382,10 @@ def _risen(
 def _bent(
     expected: Sequence[float], anchors: Sequence[tuple[int, float]], *, beyond: bool
 ) -> list[float]:
-    """Return the expected curve times the shares at the anchors, linear in between and constant
-    outside. `beyond`: nothing else is known of the curve; then values in between are assumed to be
-    nearer to the lower anchor, and beyond the last one the seconds rise at least as fast as from
-    the first to it."""
+    """Return the expected curve times the shares at the anchors, which are interpolated linearly
+    and constant outside. `beyond`: nothing else is known of the curve; then values between anchors
+    are assumed to be nearer to the lower one, and above the last anchor the seconds rise at least
+    as fast as from the first to the last."""
     bent = [seconds * anchors[0][1] for seconds in expected]
     for (below, low), (above, high) in pairwise(anchors):
         for rows in range(below + 1, min(above + 1, len(bent))):

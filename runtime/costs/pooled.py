@@ -1,7 +1,7 @@
 """T_V(M) of one target, from its own passes and, for other numbers of rows, from those of targets
-with the same fingerprint. Pure. Below the fewest rows of any of them, T_V is assumed to be
-proportional to the rows. That is optimistic; a session that moves because of it shows the true
-time."""
+with the same fingerprint. Pure. Below the smallest known number of rows, T_V is assumed to be
+proportional to the rows. That is optimistic; the first session that moves because of it shows the
+true time."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -38,14 +38,14 @@ class PooledPasses:
         return self._seconds[place - 1] + share * (self._seconds[place] - self._seconds[place - 1])
 
     def _beyond(self, rows: int) -> float:
-        """Extrapolate beyond the most rows: by the last two points, else in proportion."""
+        """Extrapolate beyond the largest number of rows: by two points, else in proportion."""
         most, seconds = self._rows[-1], self._seconds[-1]
         before, less = (0, 0.0) if len(self._rows) == 1 else (self._rows[-2], self._seconds[-2])
         return seconds + (rows - most) * max(0.0, seconds - less) / (most - before)
 
 
 def slowness(own: RowsSeconds | None, others: RowsSeconds | None) -> float:
-    """Return the ratio to another target's passes of equal rows; 1 if there are none."""
+    """Return the ratio to another target's passes of equal rows; 1 without common rows."""
     return _scale(_points(own), _points(others))
 
 
@@ -54,7 +54,7 @@ def _points(curve: RowsSeconds | None) -> dict[int, float]:
 
 
 def _scale(own: dict[int, float], theirs: dict[int, float]) -> float:
-    """Return how much longer our passes take, over rows that both have had."""
+    """Return how much longer our passes take, over rows that both have measured."""
     ratios = sorted(own[rows] / theirs[rows] for rows in own.keys() & theirs.keys())
     return ratios[len(ratios) // 2] if ratios else 1.0
 

@@ -1,12 +1,12 @@
-"""The cost of prefill: seconds that rows of logs add to a pass, from the last chunks."""
+"""The cost of prefill: seconds that rows of logs add to a pass, learned from the last chunks."""
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
-LAST = 9  # chunks remembered; their median seconds a row counts, so that pauses do not
-FIRST_ROWS = 16  # rows of a chunk while nothing is known of their cost
-LEAST_S = 1e-6  # the least seconds of a row, so that chunks stay finite where rows are free
-MORE = 2  # the most by which a chunk may exceed the last ones: costs that rise are seen early
+LAST = 9  # number of stored chunks; their median seconds per row counts, which excludes pauses
+FIRST_ROWS = 16  # rows of a chunk while their cost is unknown
+LEAST_S = 1e-6  # minimum seconds of a row, so that chunks stay finite where rows are free
+MORE = 2  # a chunk is at most this much larger than the last ones, to notice rising costs early
 
 
 class ReadingCosts:
@@ -14,7 +14,7 @@ class ReadingCosts:
 
     def __init__(self) -> None:
         self._rows_s: deque[float] = deque(maxlen=LAST)  # seconds a row of each of the last chunks
-        self._known_rows = 0  # rows of the last chunks: the most, halved with each smaller chunk
+        self._known_rows = 0  # the most rows of the last chunks, halved with each smaller chunk
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn that a chunk of `rows` rows added `seconds` to its pass."""
@@ -42,8 +42,8 @@ def reading_order(
     since_s: Mapping[str, float] | None = None,
 ) -> list[int]:
     """Return the order in which logs are read: one of each owner, then the second ones, and so on;
-    first the longest wait less its reading time. `since_s`: seconds since an owner's last log was
-    read, from which its others count as waiting."""
+    the longest wait minus reading time comes first. `since_s`: seconds since an owner's last log
+    was read, from when its others count as waiting."""
     before: Counter[str] = Counter()
     turns = list[tuple[int, float, int, int]]()
     for place in sorted(range(len(owners)), key=lambda log: reading_s[log] - waited_s[log]):
@@ -56,7 +56,7 @@ def reading_order(
 
 def shares(left: list[int], rows: int, *, at_once: int) -> list[int]:
     """Return how many of `rows` rows each log gets, given its `left` unread rows: the first
-    `at_once` logs get equal shares, at least one each, and the others the rest in order."""
+    `at_once` logs get equal shares, at least one each; the others get the rest, in order."""
     given = [0] * len(left)
     waiting = [place for place, most in enumerate(left) if most > 0]
     open_ = waiting[:at_once]

@@ -1,6 +1,6 @@
-"""Costs of rounds of a draft and a target, from any source of numbers. A round takes the drafting
-that is waited for, the target's pass T_V(M, context) over M rows, and the time of messages and the
-coordinator. Drafting takes t_D(rows) a pass, plus a constant for each proposal."""
+"""Costs of rounds of a draft and a target, from any source of numbers. The time of a round is the
+drafting for which it waits, the target's pass T_V(M, context) over M rows, and the time of messages
+and the coordinator. Drafting takes t_D(rows) per pass, plus a constant per proposal."""
 
 from dataclasses import dataclass, field
 from math import ceil
@@ -8,9 +8,9 @@ from math import ceil
 from dovetail.runtime.costs.averages import Average, Lags
 from dovetail.runtime.costs.passes import RowCosts
 
-MOST_SLOWNESS = 1.5  # factor by which a pass is slower than its like before it is more than noise
+MOST_SLOWNESS = 1.5  # a pass slower by up to this factor than similar ones is noise
 DRAFTED_HOPS, UNDRAFTED_HOPS = 4, 2
-"""Messages of a round with a draft, and without; the coordinator handles half."""
+"""Messages of a round with and without a draft; the coordinator receives half of them."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Messages:
 
     hop_s: float = 0.0  # a message on its way
     coordinator_s: float = 0.0  # seconds of the coordinator for a message that it receives
-    reply_s: float = 0.0  # seconds of the HTTP process in a round, on the cores that compute passes
+    reply_s: float = 0.0  # seconds of the HTTP process per round, on the cores that compute passes
 
     def beside_s(self, *, drafted: bool) -> float:
         """Return the seconds of a round's messages, and of the coordinator."""
@@ -38,7 +38,7 @@ class Messages:
         return hops * self.hop_s + hops / 2 * self.coordinator_s + self.reply_s
 
     def scaled(self, undrafted_s: float) -> "Messages":
-        """Return these scaled so that a round without a draft takes `undrafted_s`."""
+        """Return a copy scaled so that a round without a draft takes `undrafted_s`."""
         factor = undrafted_s / self.beside_s(drafted=False)
         return Messages(factor * self.hop_s, factor * self.coordinator_s, factor * self.reply_s)
 
@@ -48,13 +48,13 @@ NO_MESSAGES = Messages()
 
 @dataclass
 class PairCosts:
-    """Costs of a pair of draft and target: measured in their rounds, else from their profiles."""
+    """Costs of a pair of draft and target, from their rounds, else from their profiles."""
 
     target: RowCosts = field(default_factory=RowCosts)  # shared by all pairs of this target
     draft: RowCosts = field(default_factory=RowCosts)
     together: int = 1  # the most sessions in a pass of the draft
     reading: Lags = field(default_factory=Lags)
-    """How much later than its target the draft has prefilled a prompt."""
+    """How much later than its target the draft finishes a prefill."""
     prompts: Lags = field(default_factory=Lags)
     """Seconds that the draft took to prefill prompts, without its waits for features."""
     exposed_s: Average = field(default_factory=Average)
@@ -63,7 +63,7 @@ class PairCosts:
     """From the command to the proposal, without drafting."""
     target_hop_s: Average = field(default_factory=Average)
     """From Verify to Verified, without the pass."""
-    host_s: Average = field(default_factory=Average)  # the coordinator's own, a round
+    host_s: Average = field(default_factory=Average)  # the coordinator's own, per round
     undrafted_host_s: Average = field(default_factory=Average)
     """Seconds of the coordinator in a round without a draft."""
 
@@ -82,24 +82,24 @@ class PairCosts:
         return ceil(sessions / self.together) * self.draft_hop_s.value
 
     def slowness(self, pass_s: float, *, rows: int, context: float, experts: int = 0) -> float:
-        """Return how much slower a pass was than its like, within bounds: so was the round."""
+        """Return how much slower a pass, and so its round, was than similar ones; bounded."""
         usual_s = self.target.at(rows, context, experts)
         if usual_s <= 0.0:
             return 1.0
         return min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, pass_s / usual_s))
 
     def beside_s(self, *, drafted: bool) -> float:
-        """Return the seconds of a round without drafting and pass."""
+        """Return the seconds of a round apart from drafting and pass."""
         host = self.undrafted_host_s if self.undrafted_host_s.known else self.host_s
         return self.target_hop_s.value + (self.host_s if drafted else host).value
 
     def alone_s(self, *, context: float = 0.0, rows: int = 1) -> float:
-        """Return the seconds of an undrafted round of `rows` in all; 0 if unknown."""
+        """Return the seconds of an undrafted round of `rows` rows in total; 0 if unknown."""
         if not self.target.known:
             return 0.0
         return self.target.at(rows, context) + self.beside_s(drafted=False)
 
     def round_s(self, *, rows: int, context: float = 0.0, exposed_s: float) -> float:
-        """Return the seconds of a round of this many rows; `exposed_s`: its wait for the draft."""
+        """Return the seconds of a round of this many rows that waits `exposed_s` for the draft."""
         pass_s = self.target.at(rows, context)
         return exposed_s + pass_s + self.beside_s(drafted=exposed_s > 0.0)

@@ -1,5 +1,5 @@
-"""What the deciding parts of a coordinator can do to sessions, workers and clients. Each act is a
-method of another part. The parts need each other, so they are bound here once all of them exist."""
+"""The actions on sessions, workers and clients for the deciding parts of a coordinator. Each is a
+method of another part. The parts need each other, so they are bound here once all exist."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.request import Request
 
-Outcome = Request | RequestError  # a request in tokens, or why it cannot be served
+Outcome = Request | RequestError  # a request in tokens, or the reason why it cannot be served
 
 
 class Acts:
@@ -19,30 +19,30 @@ class Acts:
     # of a session
     start: Callable[[RunningRequest], None]
     perform: Callable[[RunningRequest, Sequence[Action]], None]
-    cancel: Callable[[RunningRequest], None]  # end it with the tokens that it has
+    cancel: Callable[[RunningRequest], None]  # end it with the tokens so far
     drop: Callable[[RunningRequest], None]  # end it without a reply
     fail: Callable[[RunningRequest, RequestError], None]
     broken: Callable[[RunningRequest, BaseException], None]
     """End it because of a fault of the coordinator."""
     forget_on: Callable[[Worker, RunningRequest], None]
-    """Have a worker close it, if the worker is still registered."""
+    """Close it on a worker, if the worker is still registered."""
 
     # of a worker
     send: Callable[[Worker, Message], object]  # send a message that needs no answer
-    free: Callable[[Worker], None]  # send its next command, since it has answered the last one
+    free: Callable[[Worker], None]  # send its next command, after its answer to the last one
     admitted: Callable[[Worker], None]
-    join: Callable[[Worker], None]  # have it serve sessions from now on
+    join: Callable[[Worker], None]  # let it serve sessions from now on
     let_go: Callable[[Worker], None]  # dismiss it; sessions that it still holds continue without it
     lose: Callable[[Worker, str], None]  # treat it as lost although it is connected
     worker_lost: Callable[[Worker, str], None]
-    unreachable: Callable[[Worker], None]  # give it up, since nothing can be sent to it
+    unreachable: Callable[[Worker], None]  # give it up, because nothing can be sent to it
 
     # of a client
     reply: Callable[[ClientPeer, Message], None]
     unanswered: Callable[[ClientPeer, int | None, BaseException], None]
     """Report that its request failed because of a fault of the coordinator."""
     unsaid: Callable[[ClientPeer, int | None, BaseException], None]
-    """Fail its request, of which something could not be encoded; None: it was about no request."""
+    """Fail its request after a message that could not be encoded; None: not about a request."""
     client_lost: Callable[[ClientPeer], None]
     client_deaf: Callable[[ClientPeer], None]  # disconnect it, since it does not read
     defer: Callable[[Callable[[], Outcome], Callable[[Outcome], None]], None]

@@ -30,8 +30,7 @@ class Admission:
     def strike(self, peer: bytes, error: DecodeError) -> None:
         """Count a message that breaks the protocol; after too many the peer is ignored. A client
         gets a failure for its request, unless one of that number is running. A worker that owes an
-        answer is ignored at once: this may have been the answer, and its session would wait in
-        vain."""
+        answer is ignored at once: if this was the answer, its session would wait in vain."""
         self._dropped.refused += 1
         if len(self._strikes) > MAX_STRUCK_PEERS:
             self._strikes.clear()
@@ -46,12 +45,12 @@ class Admission:
             and strikes < MAX_STRIKES
             and not self._claims.is_open(client, error.request)
         ):
-            text = f"{error}: is the coordinator of the version of this client?"
+            text = f"{error}: is the coordinator's version that of this client?"
             unread = RequestError("protocol", f"the coordinator cannot read this request: {text}")
             self._post.to_client(client, refusal(self._service.epoch, unread, error.request))
         if strikes == MAX_STRIKES or (worker is not None and worker.turns.owed):
             log.warning(
-                "peer %s broke the protocol and is no longer listened to (%d)",
+                "peer %s broke the protocol and is ignored from now on (%d)",
                 peer.hex()[:12],
                 strikes,
             )
@@ -65,7 +64,7 @@ class Admission:
                 self._acts.client_lost(client)
 
     def newcomer(self, peer: bytes, message: Event | ClientRequest, now_ns: int) -> None:
-        """Register a peer that sent Hello, if it fits the present ones."""
+        """Register a peer that sent Hello, if it fits the registered ones."""
         if self._strikes.get(peer, 0) >= MAX_STRIKES:
             self._dropped.refused += 1
             return
@@ -85,7 +84,7 @@ class Admission:
         reached = self._post.reaches(peer, welcome)
         if isinstance(admitted, Worker):
             self._let_in(admitted)
-        elif not reached:  # it left before this coordinator began, and is not probed
+        elif not reached:  # it left before this coordinator started, and is not probed
             self._acts.client_lost(admitted)
 
     def _let_in(self, worker: Worker) -> None:
@@ -109,7 +108,7 @@ class Admission:
         self._acts.admitted(worker)
 
     def refuse(self, peer: bytes, error: RequestError) -> None:
-        """Send a peer the reason why it is refused or ignored."""
+        """Send a peer the reason for refusing or ignoring it."""
         self._dropped.refused += 1
         log.warning("refused: %s", error)
         self._post.to_peer(peer, refusal(self._service.epoch, error))
@@ -120,7 +119,7 @@ class Admission:
 
     def let_go_if_revoked(self, worker: Worker) -> bool:
         """Notify a worker whose key was revoked or lost its role. Return False if its key is valid,
-        or was until it disconnected."""
+        or was when it disconnected."""
         key = self._hub.user(worker.peer)
         if key is None or not key.public or key.may_be(worker.hello.roles):
             return False

@@ -1,7 +1,8 @@
-"""Claims: a client resubmits the request of a reply in the journal and gets the part that it lacks.
-An ended reply is sent; a running one continues with its new client; any other is decoded from its
-last token on, on a target with the same fingerprint, as soon as there is one. Tokens that a client
-has and the journal lacks are decoded again, and not sent twice: with one seed they are the same."""
+"""Claims: a client resubmits the request of a reply in the journal and gets the missing part. An
+ended reply is sent; a running one continues with the new client; any other is decoded after its
+last token, on a target with the same fingerprint, as soon as there is one. Tokens that a client has
+and the journal lacks are decoded again, but not sent twice: with the same seed they are the
+same."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ LOADS = 2.0  # seconds to wait for a target, plus this multiple of the last one'
 
 @dataclass(frozen=True)
 class Claim:
-    """A reply that its client waits for, and for which there is no target yet."""
+    """A claimed reply for which there is no target yet."""
 
     client: ClientPeer
     submit: Submit
@@ -67,7 +68,9 @@ class Claims:
             return None
         entry = self._journal.find(submit.ticket, f"{key}/{submit.owner}")
         if entry is None and self._journal.holds(submit.ticket):
-            raise RequestError("ticket", "this ticket is another client's: draw one at random")
+            raise RequestError(
+                "ticket", "this ticket belongs to another client: choose a random one"
+            )
         drawn = (submit if entry is None else entry.submit).sampling
         begun = 0 if entry is None or self.unscored(submit.told, entry) else len(entry.tokens)
         if drawn.rejects and begun < max(submit.told.tokens, len(entry.tokens) if entry else 0):
@@ -99,7 +102,7 @@ class Claims:
         return next((one for one in sessions if ticket and one.delivery.ticket == ticket), None)
 
     def taken(self, ticket: str) -> bool:
-        """Return whether the reply of this ticket runs, or waits for room."""
+        """Return whether the reply of this ticket is running or waits for room."""
         queued = (one.submit.ticket for one in self._shared.queue)
         return bool(ticket) and (self.running(ticket) is not None or ticket in queued)
 
@@ -115,7 +118,7 @@ class Claims:
     def missed(
         self, submit: Submit, entry: StoredReply, session: Session | None
     ) -> Iterator[Emitted]:
-        """Yield the committed part of a reply that its client lacks; `session`: the one that
+        """Yield the committed part of a reply that its client lacks; `session`: the session that
         decodes it, None: it has ended."""
         told = submit.told
         assert session is not None or entry.finished is not None
@@ -156,8 +159,7 @@ class Claims:
         return gone
 
     def met(self) -> Iterator[tuple[Claim, Worker]]:
-        """Yield the claims that need not wait any longer, each with the target whose limits
-        apply."""
+        """Yield the claims that can begin, each with the target whose limits apply."""
         for claim in [*self._waiting]:
             targets = self._shared.registry.workers.values()
             fit = (one for one in targets if one.plays("target") and one.available)
@@ -168,8 +170,8 @@ class Claims:
                 yield claim, target
 
     def late(self, service: ServiceState) -> Iterator[tuple[Claim, RequestError]]:
-        """Yield the claims that have waited too long, and why they end: all, if the service is
-        ending."""
+        """Yield the claims that have waited too long, with the reason; if the service is ending,
+        all."""
         for claim in [*self._waiting]:
             if service.ending:
                 self._waiting.remove(claim)
@@ -185,13 +187,16 @@ class Claims:
             known = claim.submit.told.fingerprint or (entry.fingerprint if entry else "")
             begun = claim.submit.told.tokens or (entry is not None and entry.tokens)
             wanted = f" of {known or 'the unknown fingerprint of its tokens'}" if begun else ""
-            text = f"within {most_s:.3g} s of the coordinator's start no target{wanted} was there"
-            yield claim, RequestError("worker_lost", f"{text}: start one and ask again")
+            text = f"within {most_s:.3g} s of the coordinator's start no target{wanted} registered"
+            yield (
+                claim,
+                RequestError("worker_lost", f"{text}: start one and send the request again"),
+            )
 
     def suits(self, entry: StoredReply | None, told: Told, target: Worker) -> bool:
-        """Return whether a reply may continue on this target. If it has begun, the target must
-        compute the same bytes, or `coordinator.move` must be any; if the client has more of it than
-        the journal, the target must decode that again identically."""
+        """Return whether a reply may continue on this target. If the reply has begun, the target
+        must compute the same bytes, or `coordinator.move` must be any; if the client has more of it
+        than the journal, the target must decode the same tokens again."""
         fingerprint = str(target.hello.fingerprint)
         journaled, served = (len(entry.tokens), entry.fingerprint) if entry else (0, "")
         if told.tokens > journaled and fingerprint != (told.fingerprint or served):
@@ -218,7 +223,7 @@ class Claims:
         return entry.submit.scored and told.scores + 1 < len(entry.submit.tokens or ())
 
     def ahead(self, submit: Submit, session: Session) -> Told:
-        """Return what the client already has of the tokens that a session will commit."""
+        """Return the tokens that a session will commit and the client already has."""
         told = submit.told
         tokens = max(0, told.tokens - len(session.tokens))
         characters = max(0, told.characters - len(session.text))
@@ -227,7 +232,7 @@ class Claims:
     # -- requests by their numbers -----------------------------------------------------------------
 
     def is_open(self, client: ClientPeer, number: int) -> bool:
-        """Return whether a client's request of this number runs, is being read or waits."""
+        """Return whether a client's request of this number is running, being read or waiting."""
         return (
             number in client.sessions
             or number in client.reading
@@ -243,20 +248,19 @@ class Claims:
         return [*(one.submit for one in queued), *(one.submit for one in claims)]
 
     def let_lie(self, submit: Submit) -> None:
-        """Note in the journal that a request is no longer running."""
+        """Record in the journal that a request is no longer running."""
         if self._journal is not None and submit.ticket:
             self._journal.left(submit.ticket)
 
-    # -- what workers hold -------------------------------------------------------------------------
+    # -- sessions held by workers ------------------------------------------------------------------
 
     def keep(self, worker: Worker) -> tuple[int, ...]:
-        """Note which of the sessions that a new worker holds are in the journal; return their
-        numbers."""
+        """Record which sessions held by a new worker are in the journal; return their numbers."""
         return tuple(one.session for one in worker.hello.held if self._keep(worker, one))
 
     def _runs(self, served: int | None, held: HeldSession) -> bool:
-        """Return whether a returning worker still has a session that runs here: it will be opened
-        again, which requires a free number."""
+        """Return whether a returning worker still has a session that is running here. It will be
+        opened again, which requires its number to be free."""
         shared = self._shared
         return served == shared.service.epoch and held.session in shared.running
 

@@ -1,6 +1,6 @@
 """Handles clients' requests: prompts, queries, and changes of workers. A prompt is tokenized in
-another thread, since a long one takes time; its session begins afterwards. Checks which client may
-do what."""
+another thread, since a long one takes time; its session begins afterwards. Checks the permissions
+of clients."""
 
 import logging
 from collections.abc import Callable
@@ -65,7 +65,7 @@ class ClientRequests:
         return self._hub.user(client.peer)
 
     def take(self, client: ClientPeer, request: ClientRequest, now_ns: int) -> None:
-        """Handle a request; raise `StaleError` if it is another incarnation's."""
+        """Handle a request; raise `StaleError` if it is from another incarnation."""
         if request.epoch != client.hello.epoch:
             raise StaleError("a request from another incarnation of a client")
         match request:
@@ -100,7 +100,7 @@ class ClientRequests:
                 raise StaleError("a client sent Hello twice")
 
     def _look(self, client: ClientPeer, request: Look) -> None:
-        """Answer a Look: over ipc and to operators with all tokens, else with the client's own."""
+        """Answer a Look: over ipc and for operators with all tokens, else with the client's."""
         key = self._user(client)
         own = None if key is None or OPERATOR in key.roles else set(client.sessions.values())
         seen = self._observing.look(
@@ -172,10 +172,10 @@ class ClientRequests:
             self._acts.reply(client, refusal(self._service.epoch, error))
 
     def _asked(self, client: ClientPeer, submit: Submit, now_ns: int) -> None:
-        """Take a request. One with a known ticket continues where it is."""
+        """Accept a request. A reply with a known ticket continues."""
         try:
             entry = self._claims.known(submit, self._starting.key(client))
-        except RequestError as error:  # of a reply that may be another's, and runs
+        except RequestError as error:  # of a running reply, perhaps another client's
             self._acts.reply(client, refusal(self._service.epoch, error, submit.request))
             return
         if entry is not None:
@@ -192,8 +192,8 @@ class ClientRequests:
             self._wait(client, submit, None)
 
     def _needs_target(self, submit: Submit) -> bool:
-        """Return whether a request that is not in the journal waits for a target: one that computes
-        the client's tokens identically, or any if its client resubmits it."""
+        """Return whether a request that is not in the journal waits for a target: for one that
+        computes the client's tokens identically, or, if it was resubmitted, for any."""
         return bool(submit.told.tokens) or (submit.again and self._placement.reader() is None)
 
     def _wait(self, client: ClientPeer, submit: Submit, entry: StoredReply | None) -> None:
@@ -204,7 +204,7 @@ class ClientRequests:
             )
 
     def _claimed(self, client: ClientPeer, submit: Submit, entry: StoredReply) -> None:
-        """Send a client what it lacks of a reply, and the rest as it is decoded."""
+        """Send a client the missing part of a reply, and the rest as it is decoded."""
         if entry.finished is not None and self._claims.begun(submit.told, entry):
             for message in self._claims.ended(submit, entry):
                 self._acts.reply(client, message)
@@ -216,7 +216,7 @@ class ClientRequests:
         self._wait(client, entry.submit.model_copy(update=again), entry)
 
     def claim(self) -> None:
-        """Prefill the waiting requests for which there is a target now."""
+        """Start the waiting requests for which there is a target now."""
         clients = self._registry.clients
         self._claims.withdraw(lambda claim: clients.get(claim.client.peer) is not claim.client)
         if not self._service.ending:
@@ -226,14 +226,16 @@ class ClientRequests:
             self._read(claim, error)
 
     def _read(self, claim: Claim, target: Worker | RequestError) -> None:
-        """Read a request that has waited for a target; a fault of ours ends it, since it waits no
-        longer."""
+        """Read a request that has waited for a target; it no longer waits, so an internal error
+        ends it."""
         client, submit = claim.client, claim.submit
         try:
             self._submit(client, submit, target, claim.since_ns, claim.entry)
         except BaseException as error:
             reraise_exits(error)
-            log.exception("request %d of client %s is not read", submit.request, client.hello.name)
+            log.exception(
+                "request %d of client %s could not be read", submit.request, client.hello.name
+            )
             self._acts.unanswered(client, submit.request, error)
 
     def _submit(
@@ -264,8 +266,8 @@ class ClientRequests:
             self._acts.defer(partial(attempt, submit, target, self._starting.key(client)), begin)
 
     def relieve(self, more: int = 0) -> int:
-        """Drop finished replies from the journal until everything kept and `more` bytes fit into
-        the limit; return by how many bytes they still exceed it."""
+        """Drop finished replies from the journal until the rest and `more` bytes fit into the
+        limit; return the bytes still over it."""
         shared = self._shared
         claims = (claim.submit for claim in self._claims if claim.entry is None)
         over = shared.size(claims) + more - self._most_bytes
@@ -279,6 +281,6 @@ class ClientRequests:
 def observe(
     observing: EventLog, registry: Registry, epoch: int, send: Callable[[Worker, Message], object]
 ) -> None:
-    """Have the workers record the requested spans."""
+    """Make the workers record the requested spans."""
     for worker, fine in observing.orders(registry.workers.values()):
         send(worker, Observe(epoch=epoch, fine=fine))

@@ -6,9 +6,9 @@ handles workers' answers, `client_requests.py` clients' requests, `sending.py` c
 and `outgoing.py` sends everything. Decisions are made elsewhere: in `session.py` (one request),
 `scheduler.py` (turns), `registry.py` (admission), `prefix_cache.py` (reuse of ended sessions),
 `placement.py` (which workers serve a session), `moving.py` (how it changes them). Nothing here
-touches a tensor or a model file. A peer that breaks the protocol is counted and refused; no message
-can raise out of `pump`. Workers found to be gone are removed once the message is handled. Clock,
-threads and timers are arguments: `loop.py` provides real ones."""
+handles tensors or model files. A peer that breaks the protocol is counted and refused; no message
+makes `pump` raise. Workers found to be gone are removed once the message is handled. Clock, threads
+and timers are arguments: `loop.py` provides real ones."""
 
 import logging
 import secrets
@@ -79,8 +79,7 @@ def _now(_seconds: float, action: Callable[[], None]) -> None:
 
 
 class Coordinator:
-    """The coordinator without its loop: `pump` handles messages that have arrived, `tick` whatever
-    is due."""
+    """The coordinator without its loop: `pump` handles arrived messages, `tick` whatever is due."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class Coordinator:
         self._open_rooms(later)
 
     def _open_rooms(self, later: Later) -> None:
-        """Make the parts that take messages, and those that send."""
+        """Make the parts that receive and the parts that send messages."""
         shared = self._shared = Shared(
             self._hub,
             self._acts,
@@ -201,7 +200,7 @@ class Coordinator:
         self._record(lambda recorder: recorder.settle())
 
     def hear(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Handle a message that arrived before this coordinator began."""
+        """Handle a message that arrived before this coordinator started."""
         self._receive(peer, frames, self.now_ns())
 
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
@@ -252,8 +251,7 @@ class Coordinator:
     # -- faults of our own -------------------------------------------------------------------------
 
     def _step_change(self, now_ns: int) -> None:
-        """Advance the change of workers or the move of a session under way, if any; a fault of ours
-        ends it."""
+        """Advance the current replacement of a worker, if any; an internal error ends it."""
         if self._changes.under_way:
             try:
                 self._changes.step(now_ns)
@@ -265,7 +263,7 @@ class Coordinator:
             self._rebalance(partial(self._rebalancing.step, changing=self._changes.under_way))
 
     def _rebalance(self, handle: Callable[[], None]) -> None:
-        """Advance moves of sessions to better targets; a fault of ours ends the one under way."""
+        """Advance moves of sessions to better targets; an internal error ends the current one."""
         try:
             handle()
         except BaseException as error:
@@ -274,8 +272,8 @@ class Coordinator:
             aside(self._rebalancing.break_off)
 
     def _record(self, note: Callable[[MessageRecorder], None]) -> None:
-        """Record something. A recorder that fails is not used again, so that no session suffers
-        from it."""
+        """Record something. A recorder that fails is not used again, so that sessions are
+        unaffected."""
         if self._recorder is None:
             return
         try:
@@ -286,10 +284,10 @@ class Coordinator:
             self.decide(f"recording has stopped because the recorder failed: {told(error)}")
             self._recorder = None
 
-    # -- what is due and what follows -------------------------------------------------------------
+    # -- due and deferred work ---------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Do whatever is due: probe workers, give up late drafts and waiting sessions, retry
+        """Do whatever is due: probe workers, give up on late drafts and waiting sessions, retry
         undelivered replies."""
         aside(self._admission.let_revoked_go)
         aside(self._post.bid_farewell)
@@ -324,8 +322,8 @@ class Coordinator:
         self._defer(work, done)
 
     def _conclude(self) -> None:
-        """Do what can wait until workers have their commands: remove workers that have gone, give
-        free capacity to waiting sessions and then to requests, do the bookkeeping, and send to
+        """Do the work deferred until workers have their commands: remove workers that have gone,
+        give free capacity to waiting sessions and then to requests, do the bookkeeping, and send to
         clients."""
         self._peers.part()
         if self._moving.waits:

@@ -1,5 +1,4 @@
-"""Faults of our own: an exception about one session is contained, one that ends the process never
-is."""
+"""Internal errors: an exception in one session is contained, except those that end the process."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +14,7 @@ EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def reraise_exits(error: BaseException) -> None:
-    """Re-raise exceptions that end the process; the caller contains everything else, including a
+    """Re-raise exceptions that end the process. The caller contains all others, including a
     library's panic, which is not an `Exception`."""
     if isinstance(error, EXITS):
         raise error
@@ -49,7 +48,7 @@ def aside(action: Callable[P, object], *arguments: P.args, **named: P.kwargs) ->
 
 
 def refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:
-    """Return the message to a client or peer that is refused."""
+    """Return the message for a refused client or peer."""
     return Failed.model_validate(
         {"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]}
     )

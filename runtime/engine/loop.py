@@ -1,6 +1,6 @@
 """The coordinator's asyncio loop around its hub, from the first message to the last.
 
-It sends nothing itself. After everything that may have sent, `_arrived` reads the hub until it is
+It sends nothing itself. After anything that may have sent, `_arrived` reads the hub until it is
 empty, since its descriptor is edge-triggered. At the end the sessions finish, and the workers are
 released."""
 
@@ -80,11 +80,11 @@ class _Life:
             journal=journal,
         )
 
-    # -- what the loop calls -----------------------------------------------------------------------
+    # -- called by the loop ------------------------------------------------------------------------
 
     @contextmanager
     def listening(self, supervised: int | None) -> Iterator[None]:
-        """Handle messages, leaving peers, signals and a supervisor within the block."""
+        """Within the block, handle messages, departing peers, signals and a supervisor."""
         loop, signals = self._loop, (signal.SIGINT, signal.SIGTERM)
         readers = {self._hub.fileno(): self._arrived, self._hub.monitor_fileno(): self._left}
         for number in signals:
@@ -118,7 +118,7 @@ class _Life:
         self.coordinator.supervised(words)
         self._arrived()
 
-    # -- what the coordinator asks of the loop -----------------------------------------------------
+    # -- called by the coordinator -----------------------------------------------------------------
 
     def _elsewhere(
         self,

@@ -19,7 +19,7 @@ log = logging.getLogger("dovetail.coordinator")
 MAX_BYTES_WAITING = 64 << 20
 """Bytes of messages queued for a client; one that falls further behind is disconnected."""
 MAX_FAREWELLS = 64
-"""The most removed clients with an undelivered farewell; beyond this the oldest get none."""
+"""The most removed clients with an undelivered farewell; beyond this the oldest are dropped."""
 
 Later = Callable[[float, Callable[[], None]], object]  # calls a function after this many seconds
 
@@ -48,8 +48,8 @@ class Outgoing:
         self._later(seconds, action)
 
     def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
-        """Send to a worker. Return the bytes sent and when, taken before sending: the worker may
-        start before the call returns. A worker that cannot be reached is lost."""
+        """Send to a worker. Return the bytes sent and the time before sending: the worker may start
+        before the call returns. A worker that cannot be reached is lost."""
         observing = self._observing
         began_ns = observing.now_ns() if observing.fine else 0
         frames = encode(message)
@@ -91,8 +91,8 @@ class Outgoing:
 
     def refuse(self, client: ClientPeer, told: Failed) -> None:
         """Send a client the failure of a request. If that fails too, waiting messages of this
-        request are dropped, and the failure is sent ahead of the others, or, if the queue is full,
-        as soon as the client reads."""
+        request are dropped, and the failure is sent before the others or, if the queue is full, as
+        soon as the client reads."""
         if not aside(self.to_client, client, told) and client.hear is None:
             if told.session is not None:
                 client.outbox.forget(told.session)
@@ -164,7 +164,7 @@ class Outgoing:
         return True
 
     def reaches(self, peer: bytes, message: Message) -> bool:
-        """Return whether a peer is still connected, tested by sending to it; a full queue counts as
+        """Return whether a peer is still connected, by sending to it; a full queue counts as
         connected."""
         try:
             self._hub.send(peer, encode(message))

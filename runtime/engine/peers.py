@@ -1,5 +1,5 @@
-"""Looks after the peers: probes workers and gives up silent ones, and removes clients that do not
-read, with their requests."""
+"""Watches the peers: probes workers and gives up silent ones; removes clients that do not read,
+with their requests."""
 
 import logging
 from collections import deque
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 
 
 class Peers:
-    """Looks after workers and clients."""
+    """Watches workers and clients."""
 
     def __init__(
         self,
@@ -48,11 +48,10 @@ class Peers:
         self._dispatch, self._status, self._claims = dispatch, status, claims
         self._decide = decide
         self._gone: deque[tuple[Worker, str]] = deque()
-        """Workers that are no longer registered but whose sessions have not been handled, each with
-        the reason."""
+        """Unregistered workers whose sessions have not been handled yet, each with the reason."""
 
     def admitted(self, worker: Worker) -> None:
-        """Probe an admitted worker, and have it serve sessions unless it is on standby."""
+        """Probe an admitted worker, and let it serve sessions unless it is on standby."""
         for running in [*self._sessions.all]:
             self._sessions.attempt(running, partial(running.heard_of, worker))
         worker.turns.cut = partial(self._dispatch.cut, worker)
@@ -64,7 +63,7 @@ class Peers:
             self.join(worker)
 
     def join(self, worker: Worker) -> None:
-        """Have a worker serve sessions from now on."""
+        """Let a worker serve sessions from now on."""
         if worker.plays("draft"):
             self._status.draft_there()
         self._service.drained.difference_update(worker.hello.roles)
@@ -96,7 +95,7 @@ class Peers:
 
     def unreachable(self, worker: Worker) -> None:
         """Give up a worker to which nothing can be sent: it has disconnected, or its key was
-        revoked, in which case it is notified, since it would wait for ever."""
+        revoked. In the second case it is notified, since it would wait for ever."""
         revoked = self._admission.let_go_if_revoked(worker)
         self.worker_lost(worker, LOST_KEY if revoked else "disconnected")
 
@@ -155,8 +154,8 @@ class Peers:
             raise
 
     def look_after(self, worker: Worker, since_ns: int) -> None:
-        """Probe a worker; one that has not answered the last probe is silent, and in the end
-        lost."""
+        """Probe a worker. Without an answer to the last probe it counts as silent, and eventually
+        as lost."""
         if not worker.awaiting_probe:
             self.probe(worker)
             return
@@ -196,7 +195,7 @@ class Peers:
             self._gone.append((worker, "was removed"))
 
     def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
-        """Notify a client that its request failed by an internal error; None if it was a query."""
+        """Report an internal error in a client's request; None: it was a query."""
         running = (
             self._sessions.get(client.sessions.get(request, 0)) if request is not None else None
         )
@@ -212,9 +211,9 @@ class Peers:
         self._post.refuse(client, refusal(self._service.epoch, fault(error), request))
 
     def unsaid(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
-        """Fail a request of which a message could not be encoded."""
+        """Fail a request after a message of it could not be encoded."""
         log.error(
-            "client %s could not be sent a message about request %s",
+            "a message to client %s about request %s could not be sent",
             client.hello.name,
             request,
             exc_info=error,
@@ -222,7 +221,7 @@ class Peers:
         self.unanswered(client, request, error)
 
     def turn_away(self, peer: bytes, error: BaseException) -> None:
-        """Refuse a newcomer that could not be admitted because of a fault of ours."""
+        """Refuse a newcomer that could not be admitted because of an internal error."""
         if (worker := self._registry.workers.get(peer)) is not None:
             self.worker_lost(worker, "could not be admitted")
         self._registry.clients.pop(peer, None)

@@ -1,10 +1,8 @@
-"""Chunked prefill: how many rows of logs a worker reads while sessions run, and their cost.
-
-A chunk in a pass of the target delays the sessions whose trees the pass verifies; a chunk in a
-separate pass delays those whose proposals are due. So chunks are as large as the bound on that
-delay allows, or `prompt_rows` of the worker if no session runs. Among many logs those that have
-waited longest are read first, fairly by API key: reading all at once would delay each by all the
-others."""
+"""Chunked prefill: how many rows of logs a worker reads while sessions run, and their cost. A chunk
+in a pass of the target delays the sessions whose trees the pass verifies; a chunk in a separate
+pass delays those whose proposals are due. So chunks are as large as the bound on that delay allows,
+or `prompt_rows` of the worker if no session runs. Of many logs, the longest waiting are read first,
+fairly by API key: reading all at once would delay each by all others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -22,7 +20,7 @@ LATENCY = 3.0
 prompt then has up to two thirds of the target's time while streams run."""
 LEAST_ROWS = 8  # the fewest rows of logs in a pass, so that prompts make progress under any bound
 AT_ONCE = 4
-"""The number of logs that share the rows of a chunk, so that a long prompt does not hold up short
+"""The number of logs that share the rows of a chunk, so that a long prompt does not block short
 ones."""
 
 
@@ -44,7 +42,7 @@ def share(
     ]
     most = worker.limits.prompt_rows
     if others and not items and logs[0].done < 0:
-        return [0]  # opened now, and read in the passes of the others
+        return [0]  # opened now, and read in the passes of other sessions
     if others:
         most = min(most, max(LEAST_ROWS, _rows_beside(worker, items, others, latency_ms)))
     first = in_order(worker, logs, running, now_ns)
@@ -80,10 +78,10 @@ def _rows_beside(
     pass_s = target.verifying.at(max(1, rows), context) if target.verifying.known else 0.0
     if not pass_s:
         return LEAST_ROWS
-    if worker is not target:  # meanwhile the streams are with their target
+    if worker is not target:  # meanwhile the target verifies the streams' trees
         return worker.reading.rows_within(pass_s)
     bound_s = most_s(target, pass_s, latency_ms)
-    if not items:  # they are with their draft
+    if not items:  # meanwhile the draft grows their trees
         bound_s = min(bound_s, max(pass_s, target.round_s.value))
     return worker.reading.rows_within(bound_s - pass_s)
 
@@ -105,7 +103,7 @@ def chunked_s(worker: Worker, pass_s: float, latency_ms: float | Literal["auto"]
 
 
 def rows_read(message: Open | Refeed | Read) -> int:
-    """Return how many rows of a log a command reads, as far as is known."""
+    """Return how many rows of a log a command reads, if known."""
     match message:
         case Read():
             return message.item.rows

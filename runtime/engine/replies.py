@@ -1,5 +1,5 @@
 """Replies to the client of a session: tokens and text, log-probabilities of the prompt, records of
-rounds, and how it ended."""
+rounds, and the final result."""
 
 from dovetail.protocol.messages import Emitted, Finished, PromptScored, Recorded
 from dovetail.runtime.engine.outgoing import Outgoing
@@ -18,7 +18,7 @@ class Replies:
         self._journal = shared.journal
 
     def tell(self, running: RunningRequest, action: Action, at_ns: int) -> None:
-        """Send a session's client an action of the time `at_ns`."""
+        """Send a session's client an action that happened at `at_ns`."""
         if isinstance(action, Emit):
             self._emit(running, action, at_ns)
         elif isinstance(action, Score):

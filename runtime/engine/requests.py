@@ -1,5 +1,5 @@
-"""Reads a client's request into tokens, checked against its target's limits. Knows no sessions and
-no sockets."""
+"""Reads a client's request into tokens, checked against its target's limits. Independent of
+sessions and sockets."""
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Submit
@@ -15,10 +15,8 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
     `client`: its key, empty over ipc."""
     if submit.vocabulary not in ("", target.facts.digest):
         has, asked = target.facts.digest[:16], submit.vocabulary[:16]
-        text = (
-            f"the token ids are of the vocabulary {asked}, but the target {target.model} has "
-            f"{has}: query the target and tokenize the prompt again"
-        )
+        text = f"the token ids are from the vocabulary {asked}, but the target {target.model} has "
+        f"{has}: query the target and tokenize the prompt again"
         raise RequestError("vocabulary", text)
     context = target.limits.context
     least = sum(map(target.spelling.least_tokens, (submit.text or "", *(submit.turns or ()))))
@@ -67,13 +65,13 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
 
 
 def attempt(submit: Submit, target: Worker, client: str = "") -> Request | RequestError:
-    """Return the result or the error of `read_request`, for a caller without a handler."""
+    """Return the result or the error of `read_request`."""
     try:
         return read_request(submit, target, client)
     except RequestError as error:
         return error
     except BaseException as error:
-        # a tokenizer is in effect a program of the checkpoint: its panics, too, concern this
+        # a tokenizer is in effect a program from the checkpoint: a panic affects only this request
         # request alone
         reraise_exits(error)
         return RequestError("internal", f"the prompt could not be read: {told(error)}")

@@ -1,7 +1,6 @@
-"""A session on its workers: who serves it, for which client, and where its time goes.
-
-Every nanosecond since the request's arrival is charged to one account; `mark_ns` is the time up to
-which that has been done. Times are arguments."""
+"""A session on its workers: its workers, its client, and the accounts of its time. Every nanosecond
+since the request's arrival is charged to one account; `mark_ns` is the time up to which this has
+been done. Times are arguments."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -55,13 +54,13 @@ SPAN_OF: dict[Account, str] = {
 """Names in a trace for the time between two answers."""
 
 MOST_LOSSES = 3
-"""The most targets whose processes may end while they work on one session without a token in
+"""The most targets whose processes may end while computing one session without a token in
 between."""
 MOST_BREAKS = 12
 """The most targets that may be lost like this for any reason: usually the connection is at
 fault."""
 JOIN_WORTH = 16
-"""The fewest tokens still to come for which a draft prefills the log of a running session."""
+"""The fewest tokens to come for which a draft prefills the log of a running session."""
 RUNNING = State.DRAFTING, State.VERIFYING, State.BETWEEN
 AWAITED: dict[State, tuple[type[Message], ...]] = {
     State.OPENING: (Open, Read),
@@ -74,8 +73,8 @@ AWAITED: dict[State, tuple[type[Message], ...]] = {
 class Delivery:
     """The delivery of a session's reply to its client and to the journal."""
 
-    ticket: str = ""  # the name of the reply in the journal; empty: it is not in it
-    ahead: Told = NOTHING_TOLD  # tokens yet to be committed that the client has already
+    ticket: str = ""  # the name of the reply in the journal; empty: not in it
+    ahead: Told = NOTHING_TOLD  # tokens to be committed again that the client already has
     noted: int = 0  # the number of undelivered actions that are in the journal
     fingerprint: str = ""  # the fingerprint sent to the client with the last tokens
     finished: bool = False  # True if its end was sent to the client
@@ -102,7 +101,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a target: when, and in words."""
+    """The loss of a target: its time, and a description."""
 
     since_ns: int
     words: str
@@ -116,47 +115,46 @@ class RunningRequest:
     session: Session
     client: ClientPeer
     request: int
-    target: Worker  # while it waits for another one: the lost target
+    target: Worker  # the lost target, while the session waits for another
     draft: Worker | None
     mark_ns: int
     trace: bool
     controller: Controller
     queued: bool = False
     sent: bool = False
-    observing: EventLog | None = None  # receives its accounts of time
+    observing: EventLog | None = None  # receives the accounts of its time
     notes: deque[Callable[[], object]] = field(default_factory=deque)
     """The coordinator's bookkeeping, deferred until workers have their commands."""
     recorded: Heard | None = None  # called with every event of the session
     times: RoundTimes = field(default_factory=RoundTimes)  # times of the current round
     opened_ns: int | None = None
-    """When the target had prefilled the prompt, as long as the draft has not."""
+    """When the target finished the prompt; None once the draft has, too."""
     reading_ns: int = 0  # time that the draft has taken so far to prefill what it needs
     other_rows: int = 1
-    """Rows of the pass that the session waits for, without its own nodes: the pass without a
-    draft."""
-    drafts: bool = False  # True if the request is to be drafted for
+    """Rows of the awaited pass without the session's own nodes: the pass without a draft."""
+    drafts: bool = False  # True if there may be drafts for the request
     asked_ns: int = 0  # when a proposal was last requested
-    joining: bool = False  # True if its draft joined the running session and has not been ready yet
+    joining: bool = False  # True if its draft joined while it was running and is not ready yet
     draft_failure: DraftFailure | None = None  # its draft's first failure
     shunned: set[bytes] = field(default_factory=set)
     """Workers that the session has left because of failures."""
     reads_for: "RunningRequest | None" = None
-    """The session whose log it prefills on its future target, if that is its only purpose; it ends
-    after that. None: a request or a trial."""
+    """The session whose log this one only prefills, on the future target, before it ends. None: a
+    request or a trial."""
     loss: Loss | None = None  # the loss of its target, while it waits for another
     losses: list[tuple[str, int] | None] = field(default_factory=list)
-    """Targets lost since the last token: host and pid, None if that returned."""
+    """Targets lost since the last token: host and pid; None if the target returned."""
     told_ns: int | None = None  # when its client was last sent a token
     delivery: Delivery = field(default_factory=Delivery)
     untold: deque[tuple[Action, int]] = field(default_factory=deque)
     """Actions and times for client and observers, delivered after the commands."""
-    done: Round | None = None  # the round that has ended, until it is learned from
-    _prompts: int = 0  # the number of prompts given to its workers when the round began
+    done: Round | None = None  # the round that has ended, until the controller learns from it
+    _prompts: int = 0  # the number of prompts sent to its workers when the round began
     _reading: bool = False  # True if one of them was prefilling then
 
     def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:
-        """Pass the session an event, which is one of its methods, and return the resulting actions.
-        All events of a session pass here."""
+        """Pass an event, one of its methods, to the session and return the resulting actions. All
+        events of a session go through this."""
         if self.recorded is None:
             return event(*what, **named)
         actions: Sequence[Action] = ()
@@ -183,7 +181,7 @@ class RunningRequest:
 
     @property
     def trial(self) -> bool:
-        """True for a trial of its workers: it is not reported, and does not move to others."""
+        """True for a trial of its workers: it is not reported and does not move."""
         return self.client.hear is not None
 
     @property
@@ -193,13 +191,13 @@ class RunningRequest:
 
     @property
     def doomed(self) -> bool:
-        """Whether too many targets were lost while they worked on the session, so that no other
-        gets it. A trial gets no second target at all."""
+        """Whether too many targets were lost while computing the session, so that it gets no other.
+        A trial never gets a second target."""
         ended = sum(loss is not None for loss in self.losses)
         return self.trial or ended >= MOST_LOSSES or len(self.losses) >= MOST_BREAKS
 
     def heard_of(self, worker: Worker) -> None:
-        """Note that a worker has registered: if it is a lost one, only its connection was lost."""
+        """Note that a worker has registered: if it was lost, only its connection had failed."""
         self.losses = [None if loss == worker.process else loss for loss in self.losses]
 
     def awaited(self) -> Worker | None:
@@ -209,10 +207,10 @@ class RunningRequest:
         return self.draft if self.session.state is State.DRAFTING else self.target
 
     def check_asked(self) -> None:
-        """Raise `RuntimeError` if the session waits for a worker that was not asked."""
+        """Raise `RuntimeError` if the session waits for a worker that has no command."""
         awaited = self.awaited()
         if awaited is not None and not awaited.turns.busy_with(self.session.number):
-            raise RuntimeError(f"it waits for {awaited.name}, which was not asked")
+            raise RuntimeError(f"it waits for {awaited.name}, which has no command")
 
     def awaits(self, worker: Worker, command: Message) -> bool:
         """Return whether the session waits for the answer to this command, unlike for the draft
@@ -226,7 +224,7 @@ class RunningRequest:
         self.queued, self.sent = False, True
 
     def reads_on(self, now_ns: int, size: int) -> None:
-        """Note that a pass that reads a chunk of the log was sent."""
+        """Note that a pass with a chunk of the log was sent."""
         if self.session.state is State.OPENING:
             self.left(now_ns, size)
         else:
@@ -270,8 +268,8 @@ class RunningRequest:
         back_ns: int,
         hops_ns: int,
     ) -> None:
-        """Record the travel times of a round's command and of its answer, separated by the worker's
-        start time as far as its clock is known."""
+        """Record the transit times of a round's command and answer, separated by the worker's start
+        time as far as its clock is known."""
         assert self.observing is not None
         began_ns = min((start for _, start, _ in spans), default=0) - worker.clock.ahead_ns
         there_ns = min(max(0, began_ns - left_ns), hops_ns)
@@ -295,8 +293,8 @@ class RunningRequest:
             self._draft_ready(now_ns)
 
     def draft_read(self, now_ns: int, spans: Sequence[Span]) -> None:
-        """Note that the draft has prefilled a part of the prompt. Waiting for the rest of it
-        belongs to prefill."""
+        """Note that the draft has prefilled a part of the prompt. Waiting for the rest counts as
+        prefill."""
         if self.session.state is State.DRAFTING and self.queued:
             self._spend("prefill", now_ns)
         self.reading_ns += extent_ns(spans)
@@ -308,7 +306,7 @@ class RunningRequest:
         self._draft_ready(now_ns)
 
     def _draft_ready(self, now_ns: int) -> None:
-        """The draft has prefilled everything; note how much later than the target."""
+        """Note that the draft has prefilled everything, and how much later than the target."""
         if self.opened_ns is None:
             return
         self.controller.draft_read(self.session.new_tokens, (now_ns - self.opened_ns) / 1e9)
@@ -350,21 +348,21 @@ class RunningRequest:
                 self.target.had_round(done.seconds, done.tokens, 1 + done.verified)
 
     def watch_reading(self) -> None:
-        """Note whether its workers prefill prompts as a round begins: that would disturb it."""
+        """Note whether its workers are prefilling when a round begins: that would disturb it."""
         target, draft = self.target.turns, self.draft.turns if self.draft else self.target.turns
         self._prompts = self.prompts
         self._reading = (target.prompted and target.reading) or (draft.prompted and draft.reading)
 
     @property
     def prompts(self) -> int:
-        """The number of prompts that its workers were given to prefill."""
+        """The number of prompts sent to its workers for prefill."""
         draft = self.draft
         others = draft.prompts if draft is not None and draft is not self.target else 0
         return self.target.prompts + others
 
     @property
     def unread(self) -> int:
-        """The number of tokens of a deferred prefill that the draft must do first."""
+        """The number of tokens of a deferred prefill, which the draft must do first."""
         if self.draft is None or self.session.number not in self.draft.turns.postponed:
             return 0
         return self.session.to_brief
@@ -413,8 +411,8 @@ class RunningRequest:
 
 
 class Census:
-    """Counts the sessions on the same workers as another one. Counts are cached until `forget` is
-    called, since many are needed while one message is handled."""
+    """Counts sessions that share workers with a session. Counts are cached until `forget` is
+    called, since handling one message needs many."""
 
     def __init__(self, running: Mapping[int, RunningRequest]) -> None:
         """`running`: the sessions by their numbers."""

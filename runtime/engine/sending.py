@@ -1,8 +1,6 @@
-"""Sends commands to workers: commands wait for their turn, and several sessions' trees share a
-pass.
-
-`scheduler.py` decides whose turn it is, `costs/` what a pass costs, `control/pricing.py` how many
-nodes pay, and `prefix_cache.py` which ended sessions are kept."""
+"""Sends commands to workers: commands wait for their turn, and trees of several sessions share a
+pass. `scheduler.py` decides the order, `costs/` the cost of a pass, `control/pricing.py` how many
+nodes pay off, and `prefix_cache.py` which ended sessions are kept."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -51,12 +49,12 @@ class CommandSender:
         self._latency_ms = shared.settings.latency_ms
         self._post, self._acts = post, shared.acts
         self._gathering: dict[bytes, Worker] | None = None
-        """Drafts, by their peers, whose orders are held back to be sent together; None: orders are
-        sent at once."""
+        """Drafts, by peer, whose orders are held back to be sent together; None: orders are sent at
+        once."""
 
     def ask(self, running: RunningRequest, asks: Sequence[Ask]) -> None:
-        """Send a session's commands, each in its turn. If the session ends at one of them, the
-        others are not sent, except Close."""
+        """Send a session's commands, each in its turn. If one of them ends the session, the later
+        ones are not sent, except Close."""
         for ask in asks:
             runs = self._running.get(running.session.number) is running
             if runs or isinstance(ask.command, Close):
@@ -90,8 +88,8 @@ class CommandSender:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Hold back orders within the block, so that those that follow from one message, the
-        verdicts of a pass, go to a draft together."""
+        """Hold back orders within the block, so that a draft gets those for all verdicts of a pass
+        together."""
         self._gathering = {}
         try:
             yield
@@ -102,8 +100,8 @@ class CommandSender:
 
     def _can_wait(self, running: RunningRequest, worker: Worker, command: Open | Feed) -> bool:
         """Return whether a draft may defer prefilling a prompt. The first prompts of a burst wait
-        until their number is known, the others as long as nothing is drafted at this load. Features
-        of a prompt wait with it while there is room."""
+        until their number is known, other prompts as long as nothing is drafted at this load.
+        Features of a prompt wait with it while there is room."""
         if worker is running.target:
             return False
         if isinstance(command, Feed):
@@ -122,8 +120,8 @@ class CommandSender:
                 self._post.later(BURST_S, lambda: self._read_after_all(running))
 
     def _drafts_soon(self, running: RunningRequest) -> bool:
-        """Return whether a session is drafted for once all opening sessions run, and prefilling its
-        prompt by the draft pays off."""
+        """Return whether a session will be drafted for once all opening sessions run, and the
+        draft's prefill of its prompt pays off."""
         load = self._coming(running)
         return running.controller.drafts_soon(load) and running.controller.worth_reading(
             running.session.to_brief, running.session.room, load
@@ -134,7 +132,7 @@ class CommandSender:
         return self._census.load(running, opening=True)
 
     def _read_after_all(self, running: RunningRequest) -> None:
-        """Have the draft prefill the prompt of a session that it will draft for."""
+        """Make the draft prefill the prompt of a session for which it will draft."""
         self._census.forget()
         try:
             if running.session.number in self._running and self._drafts_soon(running):
@@ -143,24 +141,24 @@ class CommandSender:
             self._acts.broken(running, error)
 
     def can_draft(self, running: RunningRequest) -> bool:
-        """Return whether a session is drafted for while drafting is on. A session
-        whose prompt the draft has not prefilled is not if drafting will stop because of the number
-        of sessions about to run, or if the rest of the reply would not pay for the prefill."""
+        """Return whether a session is drafted for while drafting is on. If the draft has not
+        prefilled its prompt, it is not when drafting would stop with all opening sessions running,
+        or when the rest of the reply is too short to pay for the prefill."""
         if running.draft is None or running.session.number not in running.draft.turns.postponed:
             return True
         begins = running.session.round <= 1
         return self._drafts_soon(running) and (begins or running.session.room >= JOIN_WORTH)
 
     def resume(self, running: RunningRequest) -> None:
-        """Have a session's draft do its deferred prefill, if any; a session that has begun without
-        it joins afterwards."""
+        """Make a session's draft do its deferred prefill, if any; if the session has begun without
+        the draft, it joins afterwards."""
         if running.draft is not None and running.draft.turns.resume(running.session.number):
             if running.session.round > 1:
                 running.joining, running.opened_ns = True, None
             self.next(running.draft)
 
     def _close(self, running: RunningRequest, worker: Worker, role: str, command: Close) -> None:
-        """Close a session on a worker, which may keep its rows; then others may have to be
+        """Close a session on a worker, which may keep its rows; others may then have to be
         dropped."""
         gone = None
         if (
@@ -183,8 +181,8 @@ class CommandSender:
         self.forget(worker, command)
 
     def _shelve(self, running: RunningRequest, worker: Worker, role: str) -> Sequence[int] | None:
-        """Have a worker keep an ended session. Return the sessions dropped for it, None if it is
-        not kept. The client has its reply: a fault here ends nothing."""
+        """Keep an ended session on a worker. Return the sessions dropped for it, None if it is not
+        kept. The client has its reply: an error here ends nothing."""
         try:
             return worker.shelf.add(
                 running.session.kept(role, idle=not worker.turns.busy_with(running.session.number))
@@ -207,13 +205,12 @@ class CommandSender:
             if not command.keep:
                 worker.shelf.shared.end(command.session)
             if not aside(self._post.to_worker, worker, command):
-                self._post.to_worker(worker, command)  # else it holds the session for ever
+                self._post.to_worker(worker, command)  # otherwise it holds the session for ever
 
     def next(self, worker: Worker) -> None:
-        """Send a worker its next command, if it is registered and free and one waits.
-
-        A pass that cannot be built or sent is taken apart, and a session whose own command cannot
-        be sent ends; nothing is raised."""
+        """Send a worker its next command, if it is registered and free and one waits. A pass that
+        cannot be built or sent is split, and a session whose own command cannot be sent ends;
+        nothing is raised."""
         most = MAX_SESSIONS
         while (
             worker.peer in self._registry.workers and worker.turns.waiting and not worker.turns.owed
@@ -281,8 +278,8 @@ class CommandSender:
                 self._acts.broken(running, error)
 
     def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:
-        """Return whether a target delays a pass of these sessions for proposals that are almost
-        ready and would otherwise have to wait for the next one."""
+        """Return whether a target delays a pass of these sessions for almost ready proposals, which
+        would otherwise wait for the next pass."""
         now_ns = self._post.now_ns()
         if worker.held_until_ns is not None and now_ns >= worker.held_until_ns:
             return False
@@ -300,7 +297,7 @@ class CommandSender:
         return True
 
     def _release(self, worker: Worker, until_ns: int) -> None:
-        """Begin a pass that still waits up to this time."""
+        """Begin the pass that waits until this time, if it still does."""
         if worker.held_until_ns == until_ns:
             worker.held_until_ns = 0
             self.next(worker)
@@ -314,7 +311,7 @@ class CommandSender:
 
     def first(self, worker: Worker, logs: Sequence[Rest]) -> int:
         """Return the index of the log that a worker reads first. While sessions decode there, logs
-        that are not open yet go first, since they share these sessions' passes."""
+        that are not open yet come first, since they share these sessions' passes."""
         order = in_order(worker, logs, self._running, self._post.now_ns())
         if not any(one.decoding and worker in one.workers for one in self._running.values()):
             return order[0]
@@ -357,8 +354,8 @@ class CommandSender:
 
 
 def _passing(running: RunningRequest, item: VerifyItem, rows: int, context: float) -> None:
-    """Note for a session that a pass of this many rows, with this mean context, begins: its own
-    rows and the predicted time."""
+    """Record for a session its rows in a pass that begins, and the predicted time of that pass of
+    this many rows with this mean context."""
     running.give(running.session.sent, len(item.tokens))
     running.other_rows = rows - len(item.tokens)
     running.controller.sends(context, running.session.scores, rows)

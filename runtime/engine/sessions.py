@@ -1,5 +1,5 @@
-"""The running sessions: how one begins, what follows from its events, and how it ends. An error in
-one session ends it with one message, without effect on others."""
+"""The running sessions: how a session begins, the actions after its events, and how it ends. An
+error in one session ends it with one message, without effect on others."""
 
 import logging
 from collections import deque
@@ -26,9 +26,10 @@ from dovetail.runtime.session.state import State
 log = logging.getLogger("dovetail.coordinator")
 T = TypeVar("T")
 
-EARLY = 0.9  # fraction of its delay after which a timer may fire
+EARLY = 0.9  # timers may fire this fraction of the delay early
 BEHIND = RequestError(
-    "cancelled", "the request was cancelled before all that its client has was decoded again"
+    "cancelled",
+    "the request was cancelled before all tokens that its client has were decoded again",
 )
 
 
@@ -145,7 +146,7 @@ class Sessions:
             joining = self._moving.seek(running)
         plan = self.plan(running, asked) if joining is None and asked.may_draft else None
         if self._running.get(running.session.number) is not running:
-            return ()  # a fault has ended it while its draft was asked
+            return ()  # an error has ended it while its draft got the order
         controller = running.controller
         if controller.begun.sampled:
             running.watch_reading()
@@ -186,7 +187,7 @@ class Sessions:
             if not self._dispatch.can_draft(running):
                 return controller.plan(session.length, ready=False)
             self._dispatch.resume(running)
-        if asked.holding:  # what the draft is yet to read comes with the next verdict
+        if asked.holding:  # the next verdict brings the tokens that the draft has not read yet
             return controller.plan(session.length, ready=False, patient=False)
         worth_waiting = session.round == 1 and controller.awaits_draft(
             session.length, session.new_tokens
@@ -200,8 +201,7 @@ class Sessions:
         return plan
 
     def fail(self, running: RunningRequest, error: RequestError) -> None:
-        """End a request with an error; both workers close it. Has no effect on one that has
-        ended."""
+        """End a request with an error; both workers close it. No effect if it has ended."""
         if self._running.get(running.session.number) is not running:
             return
         aside(self._settle, running)
@@ -250,8 +250,8 @@ class Sessions:
         self.attempt(running, end)
 
     def forget_on(self, worker: Worker, running: RunningRequest) -> None:
-        """Close a session on a worker. If this fails the session ends, and Close is sent to the
-        worker again, which may no longer be one of its own."""
+        """Close a session on a worker. If this fails, the session ends, and Close is sent to the
+        worker again, which may no longer serve the session."""
         try:
             self.close_on(worker, running)
         except BaseException as error:

@@ -46,7 +46,7 @@ class WaitingRequest:
 
 @dataclass(frozen=True)
 class Shared:
-    """Values that every part may read; each is changed by the part that owns it."""
+    """Values that every part may read; only the owner of a value changes it."""
 
     hub: Hub
     acts: Acts

@@ -1,6 +1,6 @@
 """Starts the sessions of requests that have been read, or queues them for room on a target. The
-queue is fair by API key. The session of a request known from an earlier coordinator begins with
-that one's tokens."""
+queue is fair by API key. A request known from an earlier coordinator begins with the tokens
+committed there."""
 
 import logging
 
@@ -19,7 +19,7 @@ from dovetail.runtime.session.request import Request
 log = logging.getLogger("dovetail.coordinator")
 
 LATER = "try again later"
-TAKEN = RequestError("ticket", "another client continues with this reply")
+TAKEN = RequestError("ticket", "another client has taken over this reply")
 
 
 class Starting:
@@ -33,7 +33,7 @@ class Starting:
         self._key_sessions, self._reuse = shared.settings.key_sessions, shared.settings.reuse
         self._journal, self._claims, self._acts = shared.journal, claims, shared.acts
         self._short = False
-        """True if the last look through the queue found a request that waited for room."""
+        """True if a request of the queue waited for room at the last check."""
 
     def key(self, client: ClientPeer) -> str:
         """Return the public key of a client; empty over ipc."""
@@ -49,7 +49,7 @@ class Starting:
         now_ns: int,
         entry: StoredReply | None,
     ) -> None:
-        """Start the session of a request that was read, unless client or request has gone."""
+        """Start the session of a request that was read, unless its client left or cancelled it."""
         if (
             self._registry.clients.get(client.peer) is not client
             or submit.request not in client.reading
@@ -113,7 +113,7 @@ class Starting:
     def _run(
         self, waiting: WaitingRequest, target: Worker, *, wanted: bool = True, waited: bool = False
     ) -> None:
-        """Start the session of a request on a target that has room for it, which drops as many kept
+        """Start the session of a request on a target with room for it, which drops as many kept
         sessions as necessary. `wanted`: the client has not cancelled the request; `waited`: the
         request was in the queue."""
         client, request = waiting.client, waiting.request
@@ -136,7 +136,7 @@ class Starting:
             self._acts.cancel(running)
 
     def _deliver(self, running: RunningRequest, waiting: WaitingRequest) -> None:
-        """Note a session in the journal, and send its client the tokens of an earlier one."""
+        """Record a session in the journal, and send its client the tokens of an earlier one."""
         submit, session = waiting.submit, running.session
         session.told_scores(submit.told.scores)
         running.delivery.ahead = self._claims.ahead(submit, session)
@@ -154,8 +154,8 @@ class Starting:
                 self._acts.reply(waiting.client, missed)
 
     def take_over(self, client: ClientPeer, submit: Submit, entry: StoredReply) -> bool:
-        """Take a reply from the client that has it; return whether it runs, and continues with this
-        one."""
+        """Take a reply over from another client; return whether it is running and continues with
+        this one."""
         for one in self._queue.remove(lambda one: one.submit.ticket == submit.ticket):
             self._acts.reply(one.client, refusal(self._service.epoch, TAKEN, one.submit.request))
         if (running := self._claims.running(submit.ticket)) is None:
@@ -171,7 +171,7 @@ class Starting:
         return True
 
     def admit(self) -> None:
-        """Start as many requests of the queue as fit. Those of clients that have gone are dropped;
+        """Start as many queued requests as fit. Requests of clients that have gone are dropped;
         while the service ends, all are refused."""
         clients = self._registry.clients
         left = self._queue.remove(lambda one: clients.get(one.client.peer) is not one.client)
@@ -209,9 +209,9 @@ class Starting:
         return None if one is None else (one, places[one])
 
     def _passes_queue(self, *, full: bool) -> bool:
-        """Return whether a request may begin before the waiting ones: if there are none, or if they
-        fill the queue and wait for something other than room: for their prefixes to be prefilled,
-        or for others of their keys to end."""
+        """Return whether a request may begin before the waiting ones: if there are none, or if the
+        queue is full of requests that wait for something other than room, such as a prefix being
+        prefilled or other requests of their keys."""
         return not len(self._queue) or (full and not self._short)
 
     def _settled(self, waiting: WaitingRequest) -> Worker | None:
@@ -246,16 +246,16 @@ class Starting:
         return "room" if self._settled(waiting) is None else "beginning"
 
     def _key_is_busy(self, request: Request) -> bool:
-        """Return whether the request's key has as many running requests as it may."""
+        """Return whether the request's key has reached its limit of running requests."""
         own = sum(one.session.request.owner == request.owner for one in self._of_clients())
         return 0 < self._key_sessions <= own
 
     def _comes_later(self, request: Request, target: Worker) -> bool:
-        """Return whether a request waits until its target has prefilled its prefix for another."""
+        """Return whether a request waits because its prefix is being prefilled for another."""
         return self._reuse and comes_later(request, target, self._running)
 
     def _held_by_keys(self) -> dict[str, int]:
-        """Return how many tokens the sessions of each key may use in all."""
+        """Return the total tokens that the sessions of each key may use."""
         held: dict[str, int] = {}
         for one in self._of_clients():
             request = one.session.request
@@ -279,7 +279,7 @@ class Starting:
 
 
 def give_back(running: RunningRequest) -> None:
-    """Give the bases of a session that does not begin back to its workers' prefix caches."""
+    """Return the bases of a session that does not begin to its workers' prefix caches."""
     for role, worker in (("target", running.target), ("draft", running.draft)):
         if worker is not None and (base := running.session.base(role)) is not None:
             worker.shelf.give_back(base)

@@ -28,16 +28,14 @@ from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.state import State
 
 WORKER_ROLES: tuple[Role, ...] = ("target", "draft")
-DRAINED = (
-    "the {role} worker was drained by an operator and is not started again: `dovetail swap --role "
-    "{role}` starts another one"
-)
+DRAINED = "the {role} worker was drained by an operator and is not restarted: `dovetail swap "
+"--role {role}` starts another one"
 MAX_REASONS = MAX_PROCESSES = 64
 LABEL = 8  # hexadecimal digits of a key's digest that name it in metrics
 
 
 class Status:
-    """Keeps data that only `status` reports, and answers it."""
+    """Keeps the data that only `status` reports, and answers Status."""
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class Status:
         lacks: Callable[[WaitingRequest], Lack],
     ) -> None:
         """`attempt` runs a function about one session, whose errors end only that session; `lacks`
-        returns what a request of the queue waits for."""
+        returns what a queued request waits for."""
         self._hub, self._service, self._running = shared.hub, shared.service, shared.running
         self._registry, self._placement = shared.registry, shared.placement
         self._failing, self._moving, self._changes = shared.failing, shared.moving, shared.changes
@@ -54,7 +52,7 @@ class Status:
         self._queue, self._journal = shared.queue, shared.journal
         self._attempt, self._lacks, self._began_ns = attempt, lacks, shared.now_ns()
         self._lost_drafts: dict[str, tuple[str, int]] = {}
-        """By name, the lost drafts that no other has replaced: why and when."""
+        """Lost drafts by name that no other has replaced: why and when."""
         self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
 
     def decided(self, words: str) -> None:
@@ -99,7 +97,7 @@ class Status:
         ]
         ours += self._failing.faults(now_ns)
         if self._journal is not None and self._journal.failed:
-            why = f"it has stopped: {self._journal.failed}, and start the coordinator again; "
+            why = f"it has stopped: {self._journal.failed}, and restart the coordinator; "
             why += f"its folder is {self._journal.state().folder}"
             ours.append(Fault(part="journal", why=why[:MAX_WORDS], since_s=self._journal.stopped_s))
         known = {fault.part for fault in told}
@@ -136,7 +134,7 @@ class Status:
         """By id() of a pair: for each of its sessions why it does not draft, or None."""
         for running in [*self._running.values()]:
             if running.loss is not None:
-                continue  # it is not decoded at all, as reported above
+                continue  # it is not being decoded, as reported above
             self._attempt(
                 running,
                 lambda one=running.controller: offs.setdefault(id(one.pair), []).append(one.off),  # type: ignore[misc]
@@ -213,6 +211,6 @@ class Status:
 
 
 def label_of(key: str) -> str:
-    """Return an API key's name in metrics, which does not reveal it: the beginning of its digest;
-    empty for requests without a key."""
+    """Return the label of an API key in metrics: the beginning of its digest, which does not reveal
+    the key; empty for requests without a key."""
     return key.rpartition("/")[2][:LABEL]

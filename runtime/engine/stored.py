@@ -16,13 +16,13 @@ class StoredReply(Protocol):
     """The stored part of a reply."""
 
     submit: Submit  # the request in tokens, with its seed
-    fingerprint: str  # the fingerprint of the target that has served it last
+    fingerprint: str  # the fingerprint of the last target that served it
     load_s: float  # the seconds that this target took to load
     tokens: list[int]
     drafted: list[bool]  # for each token, True if the draft had proposed it
     logprobs: list[TokenLogprobs]
     finished: Finished | None
-    """The last message to its client; None if it has not ended, or its client has left."""
+    """The last message to its client; None if the reply has not ended or the client has left."""
 
     @property
     def owner(self) -> str: ...
@@ -36,7 +36,7 @@ class StoredReply(Protocol):
 class ReplyStore(Protocol):
     """A journal: replies by ticket (`journal.py`). No method raises if the disk fails."""
 
-    sessions: int  # the highest session number of any coordinator
+    sessions: int  # the highest session number that any coordinator has used
     failed: str  # why nothing is written any more; empty while it is
     aside: Callable[[Callable[[], None]], object]  # runs a function in a thread
 

@@ -1,4 +1,4 @@
-"""What a worker waits for, and how long."""
+"""Why a worker is idle, and when proposals are expected."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -7,7 +7,7 @@ from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.event_log import Waits
 
-LATE = 0.25  # an overdue proposal is expected to take this share of its elapsed time longer
+LATE = 0.25  # an overdue proposal is expected to take another such share of its elapsed time
 
 
 def waits(worker: Worker, requests: Iterable[RunningRequest]) -> Waits:
@@ -24,7 +24,7 @@ def waits(worker: Worker, requests: Iterable[RunningRequest]) -> Waits:
 
 
 def due_s(target: Worker, requests: Mapping[int, RunningRequest], now_ns: int) -> Sequence[float]:
-    """Return in how many seconds each proposal for a target is expected, by draft."""
+    """Return the seconds until each proposal for a target is expected, by draft."""
     drafts, drafting = dict[bytes, Worker](), State.DRAFTING
     for running in requests.values():
         if (
@@ -43,8 +43,8 @@ def due_s(target: Worker, requests: Mapping[int, RunningRequest], now_ns: int) -
 def _due_of(
     draft: Worker, target: Worker, requests: Mapping[int, RunningRequest], now_ns: int
 ) -> Sequence[float]:
-    """Return in how many seconds each proposal of a draft is expected, in order, up to the first
-    that a prefill delays."""
+    """Return the seconds until each proposal of a draft is expected, in order, up to the first one
+    delayed by a prefill."""
     begins_s = ends_s = 0.0
     together, due = draft.turns.together, list[float]()
     room = together

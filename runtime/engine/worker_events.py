@@ -1,7 +1,7 @@
 """Handles workers' answers: each event goes to the session that waits for it, and the resulting
 actions are carried out at once. An unexpected answer is stale and changes nothing. An invalid one
-affects its session: without a draft's proposal the target continues alone; a target's ends the
-request."""
+affects its session: if it is the draft's, the target continues alone; if it is the target's, the
+request ends."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ from dovetail.runtime.session.features import UnreadableFeatures, features_of_it
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 log = logging.getLogger("dovetail.coordinator")
-RECENT_NS = 60_000_000_000  # how long the owners of logs that a worker has prefilled are kept
+RECENT_NS = 60_000_000_000  # how long the owners of prefilled logs are remembered
 E = TypeVar("E", Prefilled, Refed, Drafted)
 
 
@@ -53,8 +53,8 @@ class WorkerEvents:
         self._failures = WorkerFailures(shared, self._go_on_alone)
 
     def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
-        """Handle an event of `size` bytes; raise `StaleError` if it is not expected. Any other
-        exception ends the session that the event is about."""
+        """Handle an event of `size` bytes; raise `StaleError` if it is unexpected. Any other
+        exception ends the session of the event."""
         if event.epoch != worker.hello.epoch:
             raise StaleError(f"an event from another incarnation of {worker.name}")
         worker.traffic.received_bytes += size
@@ -133,7 +133,7 @@ class WorkerEvents:
         if not running.session.round:
             running.target_read(now_ns)
         if running.draft is not None and not running.session.complete:
-            self._go_on_alone(running, worker, "fewer features than were asked for")
+            self._go_on_alone(running, worker, "fewer features than requested")
         times = running.round_ended() if running.session.round else None
         self._believe(
             running, lambda: running.give(running.session.opened, event, now_ns, times), asked=True
@@ -147,8 +147,7 @@ class WorkerEvents:
         wanted = worker.turns.read(event.session, event.round, event.done)
         if not wanted or running is None or worker not in (running.target, running.draft):
             raise unwanted(
-                f"nobody is waiting for {event.done} rows of session {event.session} from "
-                f"{worker.name}"
+                f"{event.done} rows of session {event.session} from {worker.name} were not expected"
             )
         self._read_alone(worker, event.spans)
         if worker is running.target:
@@ -176,15 +175,15 @@ class WorkerEvents:
         running = self._running.get(event.session)
         if running is None or running.target is not worker:
             unwanted = unwanted_by(worker, event.session)
-            raise unwanted(f"session {event.session} has asked {worker.name} for nothing")
+            raise unwanted(f"session {event.session} expects nothing from {worker.name}")
         running.passed_on(size)
         self._believe(running, lambda: running.give(running.session.scored, event))
 
     def _believe(
         self, running: RunningRequest, handle: Callable[[], list[Action]], *, asked: bool = False
     ) -> None:
-        """Handle a message of a session's target; an invalid one ends the request. `asked`: no
-        other will replace it."""
+        """Handle a message of a session's target; an invalid one ends the request. `asked`: it
+        answers a command, and no other answer will follow."""
         try:
             actions = handle()
         except ProtocolError as error:
@@ -220,9 +219,7 @@ class WorkerEvents:
                 f"{event.round}"
             )
         if worker.turns.waiting and worker is not running.target:
-            self._acts.free(
-                worker
-            )  # so that it drafts for another session while this one's tree is handled
+            self._acts.free(worker)  # it then drafts for another session while this tree is handled
         self._notes.append(partial(worker.traffic.answered, worker.traffic.order_bytes + size, 1))
         running.answered(worker, now_ns, size, event.spans)
         self._sensible(running, worker, running.session.drafted, event)
@@ -230,8 +227,8 @@ class WorkerEvents:
     def _sensible(
         self, running: RunningRequest, worker: Worker, handle: Callable[[E], list[Action]], event: E
     ) -> None:
-        """Handle a message that drafting needs; after an invalid one the session continues without
-        its draft."""
+        """Handle a message about drafting; after an invalid one the session continues without its
+        draft."""
         try:
             actions = running.give(handle, event)
         except StaleError:
@@ -252,8 +249,8 @@ class WorkerEvents:
         self._moving.draft_failed(running, f"{worker.name} sent an invalid message: {why}")
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
-        """Handle every verdict of a pass separately: a stale one is dropped, an invalid one ends
-        its session."""
+        """Handle each verdict of a pass separately: a stale one is dropped, an invalid one ends its
+        session."""
         if worker.passing is not None:
             self._passed(worker, event, size)
         rows = [None] * len(event.items) if event.features is None else features_of_items(event)
@@ -304,7 +301,7 @@ class WorkerEvents:
             self._relieve(running)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
-        """Note the time and rows of the pass whose first verdicts these are."""
+        """Record time and rows of a pass when its first verdicts arrive."""
         owed = worker.turns.owed
         if worker.passing is None or not any(item.session in owed for item in event.items):
             return
@@ -316,7 +313,7 @@ class WorkerEvents:
             self._shared.keep_books()
 
     def _relieve(self, running: RunningRequest) -> None:
-        """Drop a draft that has not been asked for so long that it would have too much to catch up
+        """Drop a draft that has been idle for so long that it would have too much to catch up
         with."""
         if running.session.state is not State.DONE:
             self._acts.decide(
@@ -328,23 +325,22 @@ class WorkerEvents:
     def _answer(
         self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]
     ) -> RunningRequest:
-        """Return the session that waits for this answer of this worker in one of these roles.
-        Raises `StaleError` if none does; then it keeps waiting."""
+        """Return the session that waits for this answer of this worker in one of these roles; raise
+        `StaleError` if none does."""
         running = self._running.get(session)
         meant = running is not None and (
             (worker is running.target and "target" in roles)
             or (worker is running.draft and "draft" in roles)
         )
         if running is not None and not meant and worker in (running.target, running.draft):
-            raise StaleError(f"{worker.name} sent an event that is not of its role")
+            raise StaleError(f"{worker.name} sent an event that its role does not allow")
         if worker.stuck:
             worker.stuck = worker.turns.owed.get(session) != answer
         unwanted = unwanted_by(worker, session)
         wanted = worker.turns.answered(session, answer)
         if not wanted or running is None or not meant:
             raise unwanted(
-                f"nobody is waiting for round {answer.round} of session {session} from "
-                f"{worker.name}"
+                f"round {answer.round} of session {session} was not expected from {worker.name}"
             )
         return running
 
@@ -359,13 +355,12 @@ class WorkerEvents:
 
 
 def unwanted_by(worker: Worker, session: int) -> type[StaleError]:
-    """Return the kind of error for a worker's answer about a closed session."""
+    """Return the type of error for a worker's answer about a closed session."""
     return OverError if session in worker.turns.void else StaleError
 
 
 def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
-    """Return the sessions that an event is about, and the answer that it is to each; of several
-    only those not handled yet."""
+    """Return the sessions of an event with its answer to each, without those already handled."""
     match event:
         case Opened() | Drafted() | Refed():
             return [(event.session, Owed(type(event), event.round))]

@@ -19,24 +19,23 @@ class WorkerFailures:
     def __init__(
         self, shared: Shared, go_on_alone: Callable[[RunningRequest, Worker, object], None]
     ) -> None:
-        """`go_on_alone`: called if a draft has sent something invalid."""
+        """`go_on_alone`: called after an invalid message of a draft."""
         self._epoch, self._running, self._registry = shared.epoch, shared.running, shared.registry
         self._moving, self._failing, self._changes = shared.moving, shared.failing, shared.changes
         self._go_on_alone, self._now_ns = go_on_alone, shared.now_ns
         self._acts = shared.acts
 
     def failed(self, worker: Worker, event: Failed) -> None:
-        """Handle a worker's failure: without its draft a session continues, a target that lacks the
-        session must prefill it again, and any other failure of a target ends the request."""
+        """Handle a worker's failure: after a draft's, the session continues without it; a target
+        that lacks the session must prefill it again; any other failure of a target ends the
+        request."""
         if event.session is None:
             self._failed_ahead(worker, event.text)
             return
         running = self._running.get(event.session)
         owed = worker.turns.owed.get(event.session)
         if owed is None or event.round not in (None, owed.round):
-            raise StaleError(
-                f"{worker.name} reported a failure of something that it was not asked for"
-            )
+            raise StaleError(f"{worker.name} reported a failure, but has no such command")
         if not worker.turns.answered(event.session, owed) or running is None:
             return
         gone = owed.type is Opened and event.code == "prefix"
@@ -63,8 +62,8 @@ class WorkerFailures:
         elif owed.type is Refed:
             self._moving.draft_failed(
                 running,
-                f"the target worker {worker.name} cannot compute the features of its "
-                f"log again: {event.text}",
+                f"the target worker {worker.name} cannot recompute the features of its log: "
+                f"{event.text}",
             )
         elif worker is running.target and event.code == "protocol" and running.session.doubtful:
             self._verify_without_tree(running, event.text)
@@ -83,8 +82,8 @@ class WorkerFailures:
             self._acts.fail(running, RequestError(event.code, event.text))
 
     def _may_go_elsewhere(self, running: RunningRequest) -> bool:
-        """Return whether a running session can continue on another target, now or later, than the
-        one that was to prefill its log."""
+        """Return whether a running session can continue, now or later, on a target other than the
+        one that should have prefilled its log."""
         return bool(running.session.tokens) and any(
             other is not running.target
             and other.plays("target")
@@ -94,8 +93,7 @@ class WorkerFailures:
         )
 
     def _failed_ahead(self, worker: Worker, why: str) -> None:
-        """Handle a worker's failure outside of a command; sessions that it drafts for continue to
-        use it."""
+        """Handle a worker's failure outside of a command; sessions continue to use it."""
         log.error("%s failed while drafting ahead: %s", worker.name, why)
         now_ns = self._now_ns()
         if worker.plays("draft"):
@@ -105,8 +103,8 @@ class WorkerFailures:
                 note_failure(running, worker, why, now_ns)
 
     def _open_anew(self, running: RunningRequest, worker: Worker, event: Failed) -> bool:
-        """Have a worker prefill the whole prompt if it lacks its session's base; return whether
-        that was so."""
+        """Make a worker prefill the whole prompt if it lacks the session's base; return whether it
+        did."""
         role = "target" if worker is running.target else "draft"
         if (base := running.session.base(role)) is None:
             return False
@@ -133,8 +131,8 @@ class WorkerFailures:
         return True
 
     def _verify_without_tree(self, running: RunningRequest, why: str) -> None:
-        """Verify without a tree after the target has rejected the proposal, such as distributions
-        that its nodes cannot have been drawn from; nothing has changed there."""
+        """Verify without a tree after the target has rejected the proposal, such as one with
+        impossible distributions; the target's state is unchanged."""
         if running.draft is not None:
             self._go_on_alone(running, running.draft, why)
         running.interrupted(self._now_ns())

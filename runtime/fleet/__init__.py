@@ -1,1 +1,1 @@
-"""The registered workers, which of them serve a session, and the order of commands on each."""
+"""The registered workers, the placement of sessions, and the order of commands on each worker."""

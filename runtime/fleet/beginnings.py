@@ -1,5 +1,5 @@
-"""Running sessions whose rows other requests of an owner can begin with, and the room on a target:
-tokens of its sessions, and what a request needs. Shared rows count once. Pure."""
+"""Rows of running sessions that other requests of the same owner can share, and the room on a
+target. Shared rows count once. Pure."""
 
 from collections.abc import Iterator, Mapping
 
@@ -11,12 +11,12 @@ from dovetail.runtime.session.state import State
 
 
 def tokens_of(request: Request) -> int:
-    """Return the rows of the target's cache that a request may take, with its tree."""
+    """Return the rows of the target's cache that a request may take, including its tree."""
     return request.capacity + request.most_nodes
 
 
 def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
-    """Return the tokens that a target's sessions may take, moving ones included."""
+    """Return the tokens that a target's sessions may take, including moving ones."""
     there = {one.session.number: tokens_of(one.claim) for one in _on(target, running)}
     return sum(there.values()) - target.shelf.shared.saved(there)
 
@@ -24,7 +24,7 @@ def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
 def has_room(
     target: Worker, request: Request, running: Mapping[int, RunningRequest], *, reuse: bool
 ) -> bool:
-    """Return whether a request fits with those there; an idle target takes any."""
+    """Return whether a request fits next to present sessions; any fits on an idle target."""
     held = held_on(target, running)
     return (
         target.limits.room is None
@@ -36,7 +36,7 @@ def has_room(
 def needs(
     request: Request, target: Worker, running: Mapping[int, RunningRequest], *, reuse: bool
 ) -> int:
-    """Return the additional tokens of a request. `reuse`: rows of others may be shared."""
+    """Return the additional tokens of a request. `reuse`: rows of other sessions may be shared."""
     if not (reuse and request.may_reuse):
         return tokens_of(request)
     begun = prompts_on_target(running, target, request.owner)
@@ -51,13 +51,13 @@ def _on(target: Worker, running: Mapping[int, RunningRequest]) -> list[RunningRe
     return [one for one in running.values() if one.target is target and one.loss is None]
 
 
-WORTH_WAITING = 64  # fewest tokens of a beginning to wait for: reading fewer is hardly longer
+WORTH_WAITING = 64  # fewest tokens of a prefix worth waiting for
 
 
 def prompts_on_target(
     running: Mapping[int, RunningRequest], target: Worker, owner: str
 ) -> Iterator[Kept]:
-    """Yield the prompts of an owner's sessions on a target, with the rows read."""
+    """Yield the prompts of an owner's sessions on a target, with the number of rows read."""
     done = target.turns.done()
     for number, one in running.items():
         request = one.session.request
@@ -70,7 +70,7 @@ def prompts_on_target(
 def prompts_on_draft(
     running: Mapping[int, RunningRequest], draft: Worker, owner: str
 ) -> Iterator[Kept]:
-    """Yield the prompts of an owner's sessions that a draft has prefilled, each with its rows."""
+    """Yield the prompts of an owner's sessions on a draft, each with its prefilled rows."""
     for number, one in running.items():
         sync, request = one.session.draft_sync, one.session.request
         if (
@@ -86,7 +86,7 @@ def prompts_on_draft(
 
 
 def comes_later(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> bool:
-    """Return whether a request should wait: its beginning is being read for another session of its
+    """Return whether a request should wait: its prefix is being read for another session of its
     owner, and it can share those rows."""
     if not (request.may_reuse and target.limits.shares):
         return False

@@ -1,6 +1,6 @@
 """Reports of drafts that could not carry out a command; their sessions continue without them. A
-draft counts as failing until a request that began after its last failure has been drafted to its
-end. Workers are identified by their addresses; times are arguments."""
+draft counts as failing until a request that began after its last failure completes with it. Workers
+are identified by their addresses; times are arguments."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from dovetail.protocol.messages import DraftFailure, Fault
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 
-MAX_WORDS = 512  # characters of a failure; the words are a worker's own
+MAX_WORDS = 512  # most characters of a failure, which a worker has worded
 
 
 @dataclass
@@ -38,7 +38,7 @@ class FailingDrafts:
         self._failing: dict[bytes, _Failing] = {}
 
     def failed(self, draft: Worker, running: RunningRequest | None, why: str, now_ns: int) -> None:
-        """Note a draft's failure, and in its session if it is the first there."""
+        """Record a draft's failure, and, if it is the first there, in its session."""
         where = (
             "while drafting ahead"
             if running is None

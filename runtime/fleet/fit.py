@@ -10,7 +10,7 @@ from dovetail.runtime.text.tokenizer import Spelling
 
 
 def check_fit(draft: Worker, target: Worker) -> None:
-    """Raise `RequestError`, naming the difference, unless a draft can draft for this target."""
+    """Raise `RequestError` with the difference, unless a draft can draft for this target."""
     if draft.language is not None and target.language is not None:
         table = target.language.table
         if why_not := table.against(draft.language.table, draft.model, target.model):
@@ -42,7 +42,7 @@ def check_fit(draft: Worker, target: Worker) -> None:
 
 
 def is_stranger(draft: Worker, target: Worker) -> bool:
-    """Return whether a draft head was trained for another checkpoint than this target's."""
+    """Return whether a draft head was trained for a checkpoint other than this target's."""
     reads, states = draft.hello.reads, target.hello.states
     return (
         reads is not None
@@ -53,7 +53,7 @@ def is_stranger(draft: Worker, target: Worker) -> bool:
 
 
 def other_checkpoint(draft: Worker, target: Worker) -> str:
-    """Return in words that a draft head was trained for another checkpoint."""
+    """Return the warning that a draft head was trained for another checkpoint."""
     assert draft.hello.reads is not None
     assert target.hello.states is not None
     return (
@@ -65,7 +65,7 @@ def other_checkpoint(draft: Worker, target: Worker) -> str:
 
 
 def shared_cores(worker: Worker, other: Worker) -> str:
-    """Return in words that two workers of one host compute on the same cores."""
+    """Return the warning that two workers of one host compute on the same cores."""
     cores = sorted(set(worker.hello.cores).intersection(other.hello.cores))
     return (
         f"the workers {worker.name} and {other.name} on {worker.hello.host} both compute on cores "
@@ -75,7 +75,7 @@ def shared_cores(worker: Worker, other: Worker) -> str:
 
 
 def read_language(hello: Hello) -> Language | None:
-    """Return a Hello's vocabulary, and its tokenizer unless it drafts; None without."""
+    """Return a Hello's vocabulary, with its tokenizer unless it is a draft's; None without one."""
     drafts = hello.roles == ("draft",)
     if drafts and not (hello.vocabulary or hello.tokenizer or hello.table):
         return None

@@ -1,4 +1,4 @@
-"""Messages to one client, in order. Text in quick succession is delayed a little and merged;
+"""Messages to one client, in order. Texts in quick succession are delayed a little and merged;
 messages wait while the socket's queue is full. Without sockets and clocks: times and the sending
 function are arguments."""
 
@@ -25,7 +25,7 @@ client would slow down a worker. Waking up and sending over HTTP takes some 300 
 MAX_JOINED = 8192  # the most tokens in one message, so that every message can be sent
 RECORD_EVERY_NS = 2_000_000  # the least time between two records
 OBJECT_BYTES, TOKEN_BYTES, SCORE_BYTES = 512, 48, 144
-"""Bytes in memory of an empty message or score, a token, and a score's alternative."""
+"""Bytes in memory of an empty message or score, of a token, and of a score's alternative."""
 
 
 def scores_size(scores: Sequence[TokenLogprobs]) -> int:
@@ -126,7 +126,7 @@ class Outbox:
         return self._patience_ns
 
     def remind(self) -> bool:
-        """Return whether to call again in `patience_ns`; once until the messages are sent."""
+        """Return whether to call again in `patience_ns`; True once until all are sent."""
         sooner = self._reminded_ns is None or self._patience_ns < self._reminded_ns
         if sooner:
             self._reminded_ns = self._patience_ns

@@ -1,4 +1,4 @@
-"""Peers: a registered worker or client, and the coordinator's records of it. Pure."""
+"""Peers: registered workers and clients, with the coordinator's records of them. Pure."""
 
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Turns
 from dovetail.runtime.text.tokenizer import Spelling, TextCodec
 
-LATE_TRIPS = 16  # probes whose least time is a worker's round trip
+LATE_TRIPS = 16  # last probes, of which the fastest gives a worker's round trip
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Traffic:
     order_bytes: int = 0  # size of the last command of a round
 
     def answered(self, size: int, rounds: int) -> None:
-        """Count a command and its answer, of this size together and for this many rounds."""
+        """Count a command and its answer, of this total size and for this many rounds."""
         self.round_bytes.add(size / rounds)
 
 
@@ -62,7 +62,7 @@ class Pass:
 
     rows: int  # roots and nodes that it verifies
     context: float  # the mean committed length of the sessions that it verifies
-    read: int = 0  # rows of logs that it reads, too
+    read: int = 0  # rows of logs that it also reads
 
 
 TOLD_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows for which `status` reports the time of a target's pass
@@ -82,7 +82,7 @@ class Worker:
     clock: ClockOffset = field(default_factory=ClockOffset)
     probed: Probed | None = None
     round_trip_ns: int | None = None
-    """The least of `trips`: a worker answers probes when its computation is done."""
+    """The least of `trips`: a worker answers a probe only after its computation."""
     trips: deque[int] = field(default_factory=lambda: deque(maxlen=LATE_TRIPS))
     awaiting_probe: bool = False
     liveness: Liveness = field(default_factory=Liveness)
@@ -102,7 +102,7 @@ class Worker:
     reading: ReadingCosts = field(default_factory=ReadingCosts)
     """The cost of prefill, by rows of logs."""
     read_ns: dict[str, int] = field(default_factory=dict)
-    """By owner: when a log of theirs was last prefilled to its end, if recently."""
+    """By owner: when the prefill of one of their logs last ended, if recently."""
     round_s: Average = field(default_factory=Average)
     """Seconds of a round of its sessions, as a target, without prefill."""
     tokens: Average = field(default_factory=Average)
@@ -114,9 +114,9 @@ class Worker:
     """Sessions per pass in `round_s`, each pass weighted by its sessions."""
     alone_rows: int = 0  # rows of the chunk that it now prefills in a separate pass; 0: none
     traffic: Traffic = field(default_factory=Traffic)
-    prompts: int = 0  # prompts and logs that it was given to prefill
+    prompts: int = 0  # prompts and logs sent to it for prefill
     held_until_ns: int | None = None
-    """Until when a pass waits for proposals that are almost ready, if one does."""
+    """Until when a pass waits for almost ready proposals, if one does."""
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class Worker:
 
     @property
     def facts(self) -> VocabularyFacts:
-        """The facts of a target's vocabulary."""
+        """Facts about a target's vocabulary."""
         assert self.language is not None
         return self.language.facts
 
@@ -161,7 +161,7 @@ class Worker:
 
     @property
     def available(self) -> bool:
-        """Whether it may be given sessions."""
+        """Whether it may get sessions."""
         return not (self.standby or self.leaving or self.stuck or self.silent)
 
     @property
@@ -245,4 +245,4 @@ class ClientPeer:
     reading_bytes: int = 0  # approximate bytes of these requests in memory
     outbox: Outbox = field(default_factory=Outbox)
     hear: Callable[[Message], None] | None = None
-    """Receives the client's messages if the client is the coordinator itself."""
+    """Receives the messages if the client is the coordinator itself."""

@@ -2,7 +2,7 @@
 ended session each of them reuses.
 
 The cost of a worker's passes with one more session is predicted from past passes or its profile. If
-it is not known for all candidates, the one with the fewest sessions is chosen, and so becomes
+it is not known for all candidates, the one with the fewest sessions is chosen, which makes its cost
 known. Sends nothing."""
 
 from collections.abc import Callable, Collection, Mapping
@@ -35,11 +35,11 @@ from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, Tally
 
 REFEED_WORTH = 64
-"""Like `JOIN_WORTH`, if the draft reads its target, which then must prefill the whole log again."""
+"""Like `JOIN_WORTH`, for a draft that reads its target, which then prefills the whole log again."""
 
 
 class Placement:
-    """Chooses among registered workers; keeps what drafts and targets learned together."""
+    """Chooses among registered workers; stores the statistics of pairs."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Placement:
         say: Callable[[str], None],
         sessions: int = 0,
     ) -> None:
-        """`running`: sessions by number. `reuse`: they may continue others' rows. `say`: called
-        with decisions; `sessions`: the highest number so far."""
+        """`running`: sessions by number. `reuse`: they may reuse rows of others. `say`: called with
+        decisions; `sessions`: the highest number so far."""
         self._registry, self._epoch, self._reuse, self._say = registry, epoch, reuse, say
         self._running = running
         self._pairs: dict[Peers, Pair] = {}  # by the addresses of draft and target
@@ -60,7 +60,7 @@ class Placement:
         """Costs of rounds of a target alone, by its address."""
         self._sessions = sessions
 
-    # -- what they have learned --------------------------------------------------------------------
+    # -- statistics --------------------------------------------------------------------------------
 
     def pair(self, draft: Worker | None, target: Worker) -> tuple[Pair | None, PairCosts]:
         """Return the statistics and costs of this pair, or of the target alone."""
@@ -90,12 +90,12 @@ class Placement:
     def pairs(self) -> Collection[Pair]:
         return self._pairs.values()
 
-    # -- who serves --------------------------------------------------------------------------------
+    # -- workers of a new session ------------------------------------------------------------------
 
     def target(
         self, wanted: Callable[[Worker], bool] = lambda _: True, *, context: int = 0
     ) -> Worker | None:
-        """Return the wanted target with room and the best predicted rate at this length."""
+        """Return the accepted target with room that has the best predicted rate at this length."""
         targets = [
             target
             for target in candidates(self._registry.workers.values(), "target")
@@ -106,7 +106,7 @@ class Placement:
         return best(targets, [target_rate(target, self._pairs, context) for target in targets])
 
     def reader(self) -> Worker | None:
-        """Return the target that requests are read with: of the longest context."""
+        """Return the target by which requests are read: the one with the longest context."""
         targets = [
             worker
             for worker in self._registry.workers.values()
@@ -119,7 +119,7 @@ class Placement:
     def draft(
         self, target: Worker, wanted: Callable[[Worker], bool] = lambda _: True, *, context: int = 0
     ) -> Worker | None:
-        """Return the wanted draft with room and the best predicted rate on this target."""
+        """Return the accepted draft with room that has the best predicted rate on this target."""
         drafts = [
             draft
             for draft in candidates(self._registry.workers.values(), "draft")
@@ -146,9 +146,9 @@ class Placement:
         self, target: Worker, request: Request, has_room: Callable[[Worker], bool]
     ) -> Worker | None:
         """Return the target for a request that was tokenized for `target`: the best one with the
-        same vocabulary that has room for it; None if all are full, and the request must wait. If
-        `target` is lost and no other could ever take the request, return `target` anyway: the
-        session then waits for it to return."""
+        same vocabulary and enough room; None if all are full and the request must wait. If `target`
+        is lost and the request could never run on another, return `target`: the session then waits
+        for its return."""
         able = [
             other
             for other in self._registry.workers.values()
@@ -214,8 +214,8 @@ class Placement:
         return running
 
     def _beginning(self, target: Worker, request: Request) -> Base | None:
-        """Return the shared rows to begin with on the target if a reading draft lacks them; that
-        joins later, if worth computing all features again."""
+        """Return the target's shared rows for a session whose feature-reading draft lacks them; the
+        draft joins later, if recomputing all features pays off."""
         running = prompts_on_target(self._running, target, request.owner)
         base = target.shelf.find(request.packed, owner=request.owner, running=running)
         return base if base is not None and base.shared else None
@@ -229,7 +229,7 @@ class Placement:
         request: Request,
         now_ns: int,
     ) -> RunningRequest:
-        """Return a session on these workers that is not counted."""
+        """Return an uncounted session on these workers."""
         draft_sync = (
             DraftSync(len(request.prompt), reads=draft.hello.reads) if draft is not None else None
         )
@@ -240,7 +240,7 @@ class Placement:
     def read_log(
         self, client: ClientPeer, target: Worker, request: Request, now_ns: int
     ) -> RunningRequest:
-        """Return a session that only reads a prompt here, ahead of a move."""
+        """Return a session that only reads a prompt here, in preparation for a move."""
         submit = Submit(
             epoch=self._epoch,
             request=0,
@@ -257,7 +257,7 @@ class Placement:
         return running
 
     def begins_with(self, log: bytes, request: Request, target: Worker) -> Base | None:
-        """Return the rows that a target has of a session on another target, packed as `log`."""
+        """Return the rows that a target has of the packed `log` of a session elsewhere."""
         if not (self._reuse and request.may_reuse):
             return None
         running = prompts_on_target(self._running, target, request.owner)
@@ -303,7 +303,7 @@ class Placement:
             session, client, submit.request, target, draft, now_ns, submit.trace, controller
         )
 
-    # -- who takes over ----------------------------------------------------------------------------
+    # -- workers of a running session --------------------------------------------------------------
 
     def joining(self, running: RunningRequest) -> Worker | None:
         """Return a draft for a session without an available one, if that pays."""
@@ -314,8 +314,8 @@ class Placement:
         )
 
     def _is_worth_joining(self, draft: Worker, running: RunningRequest) -> bool:
-        """Return whether enough tokens may still come to pay for a draft's prefill; one that reads
-        its target must have paid off recently, too."""
+        """Return whether the tokens to come may pay for a draft's prefill; a draft that reads its
+        target must also have paid off recently."""
         if draft.peer in running.shunned or draft is running.draft:
             return False
         if draft.hello.reads is None:
@@ -328,7 +328,7 @@ class Placement:
         )
 
     def draft_base(self, running: RunningRequest, draft: Worker) -> Base | None:
-        """Return a joining draft's base, pinned; it reads all but the last token."""
+        """Return a joining draft's pinned base; the draft reads all but the last token."""
         session = running.session
         if not (self._reuse and session.request.may_reuse) or draft is running.target:
             return None
@@ -342,7 +342,7 @@ class Placement:
         return base
 
     def target_base(self, running: RunningRequest, target: Worker) -> Base | None:
-        """Return the base on a session's new target, or None; its features are not needed."""
+        """Return the base on a session's new target, or None; no features are needed."""
         session = running.session
         if running.draft is target:
             return None

@@ -1,7 +1,7 @@
-"""The prefix cache: the rows of ended sessions that a worker still has, and the session, ended or
-running, that a prompt reuses. A `PrefixCache` is for one worker: it has the logs of the sessions
-whose caches that worker keeps, and evicts the oldest when there is no room. Logs are compared as
-bytes, so that a prompt of a hundred thousand tokens takes microseconds. Pure."""
+"""The prefix cache: rows of ended sessions that a worker keeps, and the choice of the ended or
+running session that a prompt reuses. A `PrefixCache` is for one worker: it has the logs of the kept
+sessions, and evicts the oldest when there is no room. Logs are compared as bytes, so that a prompt
+of a hundred thousand tokens takes microseconds. Pure."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -10,12 +10,12 @@ from dovetail.runtime.session.kept import TOKEN_BYTES, Base, Kept
 
 WHOLE = 16  # rows are shared in multiples of this number
 LEAST = 128  # fewer rows are copied
-ANEW = 2  # more than this multiple of the shared rows make a new group
+ANEW = 2  # a common prefix above this multiple of the shared rows makes a new group
 
 
 @dataclass
 class SharedRows:
-    """A worker's sessions in groups of a common beginning, whose first rows they share."""
+    """A worker's sessions, grouped by common prefix, whose rows they share."""
 
     _groups: dict[int, int] = field(default_factory=dict)  # the group of each session
     _rows: dict[int, int] = field(default_factory=dict)  # the rows that each session shares
@@ -30,7 +30,7 @@ class SharedRows:
             self._rows[session] = min(rows, self._rows[base])
 
     def follow(self, session: int, base: int, tokens: int) -> None:
-        """Note that a session has replaced another, reusing the rows of its first `tokens`
+        """Note that a session has replaced another and reuses the rows of its first `tokens`
         tokens."""
         if (group := self._groups.pop(base, None)) is not None:
             self._groups[session] = group
@@ -45,7 +45,7 @@ class SharedRows:
         return len(self._groups)
 
     def saved(self, sessions: Collection[int]) -> int:
-        """Return how many fewer rows these sessions have than if each had its own."""
+        """Return how many rows these sessions save by sharing."""
         every, most = 0, dict[int, int]()
         for session in self._groups.keys() & sessions:
             rows, group = self._rows[session], self._groups[session]
@@ -53,15 +53,15 @@ class SharedRows:
         return every - sum(most.values())
 
     def saved_by(self, base: int, tokens: int, sessions: Collection[int]) -> int:
-        """Return how many fewer rows these sessions and another would have if that one began with
-        the first `tokens` tokens of `base`; below 0 if `base` leaves another group for it."""
+        """Return how many rows these sessions and another would save if the other began with the
+        first `tokens` tokens of `base`; negative if `base` leaves its group for it."""
         after, other = SharedRows({**self._groups}, {**self._rows}), -1
         after.begin(other, base, tokens)
         return after.saved({*sessions, other}) - self.saved(sessions)
 
 
-MAX_KEPT = 64  # sessions in a cache: every request looks through all of them
-WORTH = 16  # tokens: reading fewer takes no longer than a tree, and templates are shorter
+MAX_KEPT = 64  # most sessions in a cache, since every request checks all of them
+WORTH = 16  # fewest tokens: reading fewer takes no longer than a tree, and templates are shorter
 
 
 @dataclass
@@ -69,7 +69,7 @@ class PrefixCache:
     """The ended sessions that one worker keeps, oldest first."""
 
     limit: int  # tokens of all of them
-    shares: bool = False  # True if several sessions can reuse the same one, which stays as it is
+    shares: bool = False  # True if several sessions can reuse the same one, which stays unchanged
     shared: SharedRows = field(default_factory=SharedRows)
     _kept: dict[int, Kept] = field(default_factory=dict)
     _pinned: dict[int, Kept] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class PrefixCache:
 
     def give_up(self, tokens: int, base: Base | None = None) -> list[int]:
         """Drop the oldest sessions until at most `tokens` tokens are kept; return them. Pinned ones
-        stay uncounted; rows shared with `base` count as its, and it goes last."""
+        are not counted; rows shared with `base` count as its own, and `base` is dropped last."""
         spared = base.session if base is not None and base.session in self._kept else None
         if base is not None and spared is not None:
             tokens += base.tokens // WHOLE * WHOLE
@@ -115,12 +115,12 @@ class PrefixCache:
         return oldest
 
     def pin(self, base: Base) -> None:
-        """Pin a session whose cache another takes, until `taken` or given back; not if shared."""
+        """Pin a session whose cache another takes, until `taken` or returned; not if shared."""
         if not base.shared:
             self._pinned[base.session] = self._kept.pop(base.session)
 
     def taken(self, opened: int, base: Base) -> None:
-        """Note an Open that continues another session, which is used up unless shared."""
+        """Note an Open that continues another session, which ends unless shared."""
         if base.shared:
             self.shared.begin(opened, base.session, base.tokens)
         else:
@@ -135,20 +135,19 @@ class PrefixCache:
             self.shared.end(base.session)
 
     def give_back(self, base: Base) -> None:
-        """Give a base back, since its session ended before it began."""
+        """Return a base whose session ended before it began."""
         if not base.shared and (kept := self._pinned.pop(base.session, None)) is not None:
             self._kept[base.session] = kept
 
     def find(
         self, prompt: bytes, *, owner: str = "", known: int = 0, running: Iterable[Kept] = ()
     ) -> Base | None:
-        """Return the owner's session with the longest common prefix, of equals the youngest kept
+        """Return the owner's session with the longest common prefix; of equals, the youngest kept
         one. `known`: how many tokens after a row must be equal for the row to be valid; `running`:
         sessions that run there. The last token of the prompt is always computed, since its logits
-        are needed. A session that runs, or that would lose much, is shared. If the worker cannot
-        share, a session that would lose more than is gained is not used, since its next turn may
-        come: otherwise a common prefix of many prompts would cost one conversation after the other
-        its cache."""
+        are needed. A running session, or one that would lose many rows, is shared. If the worker
+        cannot share, a session that would lose more than is gained is not used: otherwise a prefix
+        common to many prompts would take the caches of one conversation after another."""
         found, least = None, WORTH
         for kept in (*reversed(self._kept.values()), *(running if self.shares else ())):
             needed = TOKEN_BYTES * (least + known)
@@ -174,10 +173,10 @@ def bases(
     on_target: Iterable[Kept] = (),
     on_draft: Iterable[Kept] = (),
 ) -> tuple[Base | None, Base | None]:
-    """Return what a session's target and draft reuse; their caches pin what is used up. `on_target`
-    and `on_draft`: sessions that run there. A draft that `reads` its target gets features of what
-    the target computes now, so both start from the same position; and since its rows also consume
-    the next token, that must match, too."""
+    """Return what a session's target and draft reuse; their caches pin sessions that are taken
+    over. `on_target` and `on_draft`: sessions that run there. A draft that `reads` its target gets
+    features only for newly computed rows, so both start from the same position; and since its rows
+    also depend on the next token, that must match, too."""
     of_target = target.find(prompt, owner=owner, running=on_target)
     of_draft = (
         draft.find(prompt, owner=owner, known=int(reads), running=on_draft)

@@ -1,19 +1,19 @@
 """The queue of requests that wait for room on a target, fair by API key. Pure: times are arguments.
 
 A key is charged the tokens that it holds on targets or that it received recently, whichever is
-more, minus some for each second that it has waited: since its first waiting request came, or since
-its last request began, whichever is later, so that a key with many requests ages no faster than one
-with few. The first request of the key with the lowest charge is next, so none waits for ever.
+more, minus some for each second that it has waited: since its first waiting request arrived, or
+since its last request began, whichever is later. So a key with many requests ages no faster than
+one with few. The first request of the key with the lowest charge is next, so none waits for ever.
 Requests of one key keep their order, except that those waiting for something other than room are
-overtaken. A request that does not fit yet is overtaken by those of other keys, but not for long."""
+overtaken. Other keys may overtake a request that does not fit yet, but not for long."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-AGEING = 256.0  # tokens taken off a key's charge for each second that it has waited
-HALF_LIFE_S = 30.0  # the half-life of tokens that a key was given
-PASSED_S = 10.0  # a request that has waited for this long is no longer overtaken by others
+AGEING = 256.0  # tokens deducted from a key's charge for each second that it has waited
+HALF_LIFE_S = 30.0  # the half-life of the tokens that a key has received
+PASSED_S = 10.0  # a request that has waited this long is no longer overtaken
 
 MOST_PASSED = 8  # the most requests of a key that are overtaken: each is checked at every event
 
@@ -31,7 +31,7 @@ class Waiting(Generic[T]):
 
 @dataclass(frozen=True)
 class KeyQueue(Generic[T]):
-    """The waiting requests of one key: their number, and the first, with its seconds."""
+    """The waiting requests of one key: their number, the first, and how long that has waited."""
 
     key: str
     length: int
@@ -43,7 +43,7 @@ class FairQueue(Generic[T]):
     """The waiting requests, by API key."""
 
     def __init__(self, most: int, most_of_key: int) -> None:
-        """`most`: how many requests may wait; `most_of_key`: how many of one key."""
+        """`most`: the limit of waiting requests; `most_of_key`: the limit for one key."""
         self._most, self._most_of_key = most, most_of_key
         self._waiting: dict[str, list[Waiting[T]]] = {}  # by key: its requests, in order of arrival
         self._given: dict[str, tuple[float, int]] = {}
@@ -58,7 +58,7 @@ class FairQueue(Generic[T]):
         return (waiting.what for own in self._waiting.values() for waiting in own)
 
     def full(self, key: str) -> str:
-        """Return in words why another request of this key cannot wait; empty if it can."""
+        """Return why another request of this key cannot wait; empty if it can."""
         if len(self) >= self._most:
             return f"{self._most} requests wait, the limit (coordinator.queue)"
         if len(self._waiting.get(key, ())) >= self._most_of_key:
@@ -81,7 +81,7 @@ class FairQueue(Generic[T]):
         self._begun[key] = now_ns
 
     def _of_late(self, key: str, now_ns: int) -> float:
-        """Return the tokens that a key was given, older ones counted less."""
+        """Return the tokens that a key has received, with decay."""
         tokens, at_ns = self._given.get(key, (0.0, now_ns))
         return float(tokens * 0.5 ** ((now_ns - at_ns) / 1e9 / HALF_LIFE_S))
 

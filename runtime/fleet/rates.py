@@ -1,4 +1,4 @@
-"""The predicted rates by which workers are chosen, and targets that are alike. Pure."""
+"""The predicted rates by which workers are chosen, and which targets are alike. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -6,18 +6,19 @@ from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.costs.pooled import slowness
 from dovetail.runtime.fleet.peers import Worker
 
-NOISE = 1.25  # ratio of pass times of targets that count as equally fast: noise is as large
+NOISE = 1.25  # ratio of pass times up to which targets count as equally fast: noise is as large
 
 
 def are_alike(targets: Sequence[Worker]) -> bool:
-    """Return whether targets compute the same, and have no profiles of their passes."""
+    """Return whether targets compute the same bytes, and have no profiles of their passes."""
     return len({str(target.hello.fingerprint) for target in targets}) == 1 and not any(
         target.verifying.profiled for target in targets
     )
 
 
 def next_of(targets: Sequence[Worker], context: int) -> Worker:
-    """Return the target with the shortest rounds for one more session; of equals an unknown one."""
+    """Return the target whose rounds with one more session are shortest; unmeasured ones win
+    ties."""
     known = [target for target in targets if target.verifying.known]
     if not known:
         return min(targets, key=lambda target: target.sessions)
@@ -48,7 +49,7 @@ def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:
 
 
 def best(workers: Sequence[Worker], rates: Sequence[float]) -> Worker | None:
-    """Prefer the best rate if all are known, else the fewest sessions, then an unknown one."""
+    """Prefer the best rate if all are known, else the fewest sessions, then an unmeasured one."""
     known = all(rates)
     ranked = [
         (-rate if known else 0.0, worker.sessions, rate > 0.0, place)
@@ -58,7 +59,7 @@ def best(workers: Sequence[Worker], rates: Sequence[float]) -> Worker | None:
 
 
 def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> float:
-    """Return rounds/s with one more session of as many rows as there; 0: unknown."""
+    """Return rounds/s with one more session of the usual number of rows; 0: unknown."""
     if not target.verifying.known:
         return 0.0
     gammas = [
@@ -71,7 +72,7 @@ def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> fl
 
 
 def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -> float:
-    """Return tokens/s of one more session, 0: unknown; unshared drafting waits for others."""
+    """Return tokens/s of one more session; 0: unknown. Unless passes are shared, drafting waits."""
     if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
         return 0.0
     verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)

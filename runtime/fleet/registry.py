@@ -1,5 +1,5 @@
 """The state of the service, the registry of workers and clients, and the checks of a Hello that
-only the coordinator can do: protocol versions, the role of a key, whether a draft fits its target
+only the coordinator can make: protocol versions, the role of a key, whether a draft fits its target
 (`fit.py`). Without sockets; a refusal is a `RequestError` that is sent to the peer."""
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class ServiceState:
     epoch: int
     ending: bool = False  # True if nothing new begins
     given_up: str = ""
-    """Why the supervisor ends the service: a missing part will not return. Empty if it does not."""
+    """Why the supervisor ends the service: a part is lost for good. Empty if it does not."""
     drained: set[Role] = field(default_factory=set)
     """Roles of which an operator drained a worker, until the next one registers."""
     supervised: Supervised = field(default_factory=Supervised)
@@ -57,14 +57,14 @@ class Registry:
         self.workers: dict[bytes, Worker] = {}
         self.clients: dict[bytes, ClientPeer] = {}
         self.engaged: set[tuple[str, int]] = set()
-        """Workers put in place from standby, even if they have not received that."""
+        """Workers promoted from standby, even if they have not received the message yet."""
         self._loading: dict[bytes, tuple[LoadingState, int]] = {}
-        """The last progress of each worker that is not registered yet, and when it came."""
+        """The last progress of each loading worker, and when it arrived."""
 
     def hear_loading(
         self, peer: bytes, state: LoadingState, key: PeerKey | None, now_ns: int
     ) -> None:
-        """Note the progress of a loading worker, if its role allows it and not too many load."""
+        """Record the progress of a loading worker, if its key allows it and not too many load."""
         if "client" in state.roles or (key is not None and not key.may_be(state.roles)):
             return
         self._loading = {
@@ -85,7 +85,7 @@ class Registry:
         self, peer: bytes, hello: Hello, key: PeerKey | None, now_ns: int
     ) -> Worker | ClientPeer:
         """Register a newcomer; raise `RequestError` with the reason of a refusal."""
-        # No sender leaves out fields that an older minor version lacks yet.
+        # No sender leaves out fields that an older minor version lacks.
         if hello.version != VERSION:
             raise RequestError(
                 "version",
@@ -119,7 +119,7 @@ class Registry:
             worker.plays("target")
             and any(other.plays("target") and other.serves for other in self.workers.values())
         ):
-            self.check_place(worker)  # the present drafts keep their target
+            self.check_place(worker)  # the registered drafts keep their target
         self.workers[peer] = worker
         self._loading.pop(peer, None)
         return worker
@@ -131,7 +131,7 @@ class Registry:
         )
 
     def check_place(self, newcomer: Worker) -> None:
-        """Raise `RequestError` with the difference if a worker does not fit the present ones."""
+        """Raise `RequestError` with the difference if a worker does not fit the registered ones."""
         for target in self._others(newcomer, "target"):
             check_fit(newcomer, target)
         for draft in self._others(newcomer, "draft"):
@@ -174,7 +174,7 @@ class Registry:
         ]
 
     def medley(self) -> str:
-        """Return in words that targets of different checkpoints serve; empty if they do not."""
+        """Return a warning if targets of different checkpoints serve; else empty."""
         serving = [
             worker for worker in self.workers.values() if worker.plays("target") and worker.serves
         ]

@@ -1,11 +1,11 @@
 """The order of commands on each worker. A worker executes one command at a time; others wait here,
-in order. Verifications are the exception: all that wait for a target worker when it becomes idle
-are sent as one `Verify`, so that one pass over the weights serves several sessions. Draft commands
-of a draft with shared passes are sent as one `Drafts`. Prompts and other logs are prefilled in
-chunks, if the worker can: after each chunk the unread rows queue behind the commands that arrived
-meanwhile, and share their passes. Knows no sockets and no clock, and only a session's number; `cut`
-decides how many nodes of a tree go into a pass, `share` how many rows of logs, `first` which log is
-read first."""
+in order. Verifications are the exception: all that wait when a target worker becomes idle are sent
+as one `Verify`, so that one pass over the weights serves several sessions. Draft commands of a
+draft with shared passes are sent as one `Drafts`. Prompts and other logs are prefilled in chunks,
+if the worker can: after each chunk the unread rows queue behind the commands that arrived
+meanwhile, and share their passes. Without sockets and clock; sessions are numbers. `cut` decides
+how many nodes of a tree go into a pass, `share` how many rows of logs, `first` which log is read
+first."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from dovetail.protocol.messages import (
 from dovetail.runtime.fleet.sharing import Rest, alike, beginning, drawn_from
 
 Command = Open | Feed | Refeed | Draft | Verify
-"""A Verify has one item each here; they are combined later."""
+"""Here a Verify has one item; they are combined later."""
 
 
 Waiting = Command | Rest
@@ -138,7 +138,7 @@ class Turns:
 
     @property
     def orders(self) -> Sequence[tuple[int, bool]]:
-        """Return the sessions in order, and whether each waits for a proposal."""
+        """Return the sessions in order, and for each whether it waits for a proposal."""
         return [
             *[(session, owed.type is Drafted) for session, owed in self.owed.items()],
             *[(session, isinstance(command, Draft)) for session, command in self.waiting],
@@ -177,7 +177,7 @@ class Turns:
         return [entry for _, entry in self.waiting if isinstance(entry, Rest)]
 
     def done(self) -> dict[int, int]:
-        """Return by session the rows that the worker has of chunked logs; below 0: unknown."""
+        """Return the rows that the worker has of chunked logs, by session; below 0: unknown."""
         waiting = {number: rest for number, rest in self.waiting if isinstance(rest, Rest)}
         return {number: rest.done for number, rest in {**waiting, **self._reading}.items()}
 
@@ -213,7 +213,7 @@ class Turns:
         return commands
 
     def next(self, most: int = MAX_SESSIONS) -> tuple[Sent, Sequence[int]] | None:
-        """Return the next message and its sessions, `most` at most; None if it is owed one."""
+        """Return the next message and its sessions, at most `most`; None if an answer is owed."""
         if self.owed or not self.waiting:
             return None
         if len(self.waiting) > 1 and isinstance(self.waiting[0][1], Open | Rest):
@@ -247,7 +247,7 @@ class Turns:
         self.waiting.appendleft(entry)
 
     def _orders(self, command: Draft, most: int) -> tuple[Sent, Sequence[int]]:
-        """Return the message for `command` and all that can join it, with their sessions."""
+        """Return the message for `command` and others that can join it, with their sessions."""
         first: dict[int, Waiting] = {}
         for session, asked in self.waiting:
             first.setdefault(session, asked)
@@ -260,7 +260,7 @@ class Turns:
         return together, tuple(orders)
 
     def _alone(self, command: Waiting) -> tuple[Sent, Owed]:
-        """Return the message for a command other than Verify, and the answer that it is owed."""
+        """Return the message for a command other than Verify, and its expected answer."""
         if isinstance(command, Verify):
             raise TypeError("verifications are sent in passes")
         if isinstance(command, Rest):
@@ -286,13 +286,13 @@ class Turns:
         return None
 
     def _pass(self, command: Verify, most: int) -> tuple[Sent, Sequence[int]] | None:
-        """Return the pass that verifies `command`, all that can share it, and chunks of logs."""
+        """Return the pass for `command` and all that can share it, with chunks of logs."""
         ready, mixed = self._ready(command, most)
         if most == MAX_SESSIONS and not mixed and self.hold((*ready,)):
             return None
         together = self._together(
             [*ready.values()]
-        )  # if the message cannot be built, nothing is owed or dropped
+        )  # if the message cannot be built, no answer is expected and nothing is dropped
         logs = self._logs(together) if most == MAX_SESSIONS else {}
         if logs:
             reads = tuple(rest.item(rows) for rest, rows in logs.values())
@@ -311,7 +311,7 @@ class Turns:
         return together, tuple(sent)
 
     def _logs(self, verify: Verify) -> dict[int, tuple[Rest, int]]:
-        """Return the logs that a pass reads a chunk of, and its rows, by session."""
+        """Return, by session, the logs of which a pass reads a chunk, and the rows."""
         if not (rests := self.logs[:MAX_SESSIONS]):
             return {}
         counts = self.share(verify.items, rests)
@@ -322,8 +322,8 @@ class Turns:
         }
 
     def _ready(self, command: Verify, most: int) -> tuple[dict[int, Verify], bool]:
-        """Return the verifications that may share a pass with that of `command`, by session, and
-        whether other sessions wait for something other than unread rows of a log."""
+        """Return, by session, the verifications that may share a pass with `command`, and whether
+        other sessions wait for something other than unread rows of a log."""
         if len(self.waiting) == 1:
             return {self.waiting[0][0]: command}, False
         width, ready, rests = drawn_from(command), dict[int, Verify](), 0
@@ -339,7 +339,7 @@ class Turns:
         return ready, len(seen) > len(ready) + rests
 
     def take_back(self) -> None:
-        """Queue what `next` returned again, before everything else, since it was not sent."""
+        """Put the unsent result of `next` back at the head of the queue."""
         for session, _ in self._sent:
             del self.owed[session]
             self._reading.pop(session, None)
@@ -376,7 +376,7 @@ def _begun_with(command: Waiting) -> Command:
 
 
 def _is_prompt(command: Waiting) -> bool:
-    """Return whether the command has a prompt prefilled."""
+    """Return whether the command prefills a prompt."""
     return isinstance(_begun_with(command), Open | Feed)
 
 

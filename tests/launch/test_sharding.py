@@ -192,7 +192,7 @@ def test_a_plan_spreads_a_large_target_of_a_described_machine_and_a_tiny_one_not
     rest_s = 1 / spread["tokens_per_s"] - 1 / (2 * alone["tokens_per_s"])
     assert rest_s == pytest.approx(32 * MEETING_S, rel=0.4)  # half of the messages are in it
     passes = large["origins"]["passes over 2 memory nodes"]
-    assert "50 us a layer for what crosses (assumed" in passes
+    assert "50 us a layer for traffic between nodes (assumed" in passes
     assert "over 2 memory nodes (target.numa = 'shard'): 1.9" in " ".join(large["verdict"])
     shape = {"hidden_size": 256, "num_hidden_layers": 16, "intermediate_size": 512}
     heads = {"num_attention_heads": 4, "vocab_size": 512}

@@ -174,7 +174,7 @@ def test_a_reply_that_no_journal_knows_goes_on_only_where_its_tokens_were_comput
         lives.house.later_ns += 5 * 10**9
         lives.run()
         assert isinstance(lives.end, Failed)
-        assert f"no target of {lives.fingerprint} was there" in str(lives.end.text)
+        assert f"no target of {lives.fingerprint} registered" in str(lives.end.text)
 
 
 def test_a_reply_in_the_queue_whose_target_goes_waits_for_it_and_holds_up_nobody(
@@ -199,7 +199,7 @@ def test_a_reply_in_the_queue_whose_target_goes_waits_for_it_and_holds_up_nobody
         lives.house.later_ns += 5 * 10**9
         lives.run()
     assert isinstance(lives.end, Failed)
-    assert f"no target of {lives.fingerprint} was there" in lives.end.text
+    assert f"no target of {lives.fingerprint} registered" in lives.end.text
     fresh = lives.house.connect()
     assert fresh.complete(fresh.submit(tokens=PROMPT, max_tokens=4)).result.token_ids
 
@@ -264,7 +264,7 @@ def test_a_journal_that_has_stopped_forgets_all_the_same(tmp_path: Path) -> None
     assert lives.journal.state().replies == 0
     (fault,) = (fault for fault in lives.house.report().faults if fault.part == "journal")
     assert fault.since_s == 9.0
-    assert fault.why.startswith("it has stopped: the disk is full, and start the coordinator again")
+    assert fault.why.startswith("it has stopped: the disk is full, and restart the coordinator")
     assert str(tmp_path) in fault.why
 
 

@@ -272,7 +272,7 @@ def test_many_begin_without_a_draft_and_are_told_what_a_try_of_all_of_them_broug
         )
         words += [said] if said else []
         assert (on_off.state != state) == (said is not None)
-    assert words[0].endswith("2 rounds without a draft, which bring 50.0 tokens/s per session")
+    assert words[0].endswith("2 rounds without a draft at 50.0 tokens/s per session")
     assert words[1] == (
         "drafting resumed because it is faster: "
         "100.0 tokens/s per session with a draft, 50.0 without"

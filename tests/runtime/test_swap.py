@@ -394,7 +394,7 @@ def test_a_role_that_nobody_plays_since_its_worker_was_drained_is_told_until_ano
     scene = Scene()
     coordinator, old = scene.house.coordinator, scene.house.draft
     assert old is not None
-    words = "the draft worker was drained by an operator and is not started again"
+    words = "the draft worker was drained by an operator and is not restarted"
     scene.end(scene.admin.dismiss(old.epoch))
     told = coordinator.report()
     assert (told.drained, told.degraded) == (("draft",), False)
