@@ -117,10 +117,10 @@ class LazyGroup(click.Group):
             check_files()
         if args[0] in STARTERS:
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork would lack its threads
-            from dovetail.launch.processes import ahead  # only they need it
+            from dovetail.launch.processes import forked  # only they need it
 
-            ahead.begin_for(args[1:])
-            ctx.call_on_close(ahead.dismiss)
+            forked.begin_for(args[1:])
+            ctx.call_on_close(forked.dismiss)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

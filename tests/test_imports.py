@@ -22,7 +22,7 @@ DOORS = {
     "zmq": ("protocol/links/", "protocol/keys.py"),
     "msgpack": ("protocol/codec.py", "runtime/record/recording.py", "runtime/journal/entries.py"),
     "tokenizers": ("runtime/text/tokenizer.py", "workers/training/"),
-    "jinja2": ("runtime/text/rendering.py", "launch/files/deployment/parts.py"),
+    "jinja2": ("runtime/text/rendering.py", "launch/files/deployment/containers.py"),
     "safetensors": ("workers/models/checkpoints/checkpoint.py", "workers/training/"),
     "hqq": ("workers/models/substitutes/quantize.py",),
     "huggingface_hub": ("workers/models/checkpoints/hub.py",),

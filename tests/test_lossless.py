@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.launch.settings.embedded import DEMO_FOLDER, head_folder
+from dovetail.launch.settings.models import DEMO_FOLDER, head_folder
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import HEAD_KINDS, Sampling, TreeSettings
 from dovetail.runtime.client import Client

@@ -14,7 +14,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from dovetail.launch.settings.embedded import head_folder
+from dovetail.launch.settings.models import head_folder
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import HEAD_KINDS, Sampling, TreeSettings, misfit
 from dovetail.runtime.client import Client

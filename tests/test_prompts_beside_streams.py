@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dovetail.launch.settings.embedded import head_folder
+from dovetail.launch.settings.models import head_folder
 from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.policies import POLICIES

@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.launch.files.outputs import open_records
 from dovetail.launch.files.prompts import read_prompts
-from dovetail.launch.files.records import open_records
-from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout
-from dovetail.launch.planning.acceptance import Recorded
-from dovetail.launch.planning.machines import machine_names, read_machine
-from dovetail.launch.planning.planner import Draft, Machine, Planner, Target, Tree
-from dovetail.launch.planning.recording import (
+from dovetail.launch.machine.topology import Place
+from dovetail.launch.planning.acceptance import (
     ABOUT,
     About,
     Library,
     Position,
+    Recorded,
     Recording,
     read_library,
 )
+from dovetail.launch.planning.machines import machine_names, read_machine
+from dovetail.launch.planning.planner import Draft, Machine, Planner, Target, Tree
 from dovetail.launch.settings.configure import configure
-from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
+from dovetail.launch.settings.models import DEMO_FOLDER, with_draft, with_target
 from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord

@@ -8,8 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from dovetail.launch.bench.methods import Method
-from dovetail.launch.bench.peers import NAMES, Peer, Room
+from dovetail.launch.bench.methods import NAMES, Method, Peer, Room
 from dovetail.launch.console.terminal import spinner
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.machine.cores import CoreLayout
@@ -17,7 +16,7 @@ from dovetail.launch.processes.connection import Connection, ahead_of
 from dovetail.launch.processes.stack import begin_stack, check_stack, layout_of, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.processes.worker import thread_count
-from dovetail.launch.settings.embedded import with_draft
+from dovetail.launch.settings.models import with_draft
 from dovetail.protocol.messages import Finished, RoundRecord
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.models.checkpoints.gguf.view import files_of

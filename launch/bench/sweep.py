@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dovetail.launch.bench.figures import interval, number, share
 from dovetail.launch.bench.methods import NONE, Method
-from dovetail.launch.bench.table import interval, number, share
 from dovetail.launch.console.terminal import print_table
 from dovetail.launch.files.charts import Bar, Curve, Group, Panel, draw_bars, draw_panels
 from dovetail.launch.settings.configure import parse_setting

@@ -12,8 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import ValidationError
 
-from dovetail.launch.chat.answering import PLAIN, Show
-from dovetail.launch.chat.conversation import Answer, Manner, Paint
+from dovetail.launch.chat.answering import PLAIN, Answer, Manner, Paint, Show
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, RequestError, UserError, printable
 from dovetail.protocol.files import read_text

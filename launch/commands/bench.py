@@ -1,6 +1,6 @@
 """`dovetail bench`: methods side by side, one method over sizes of its tree, or a server under
-load. Methods are in `bench/methods.py`, peers in `bench/peers.py`, turns in `bench/turns.py`,
-figures in `bench/figures.py`, loads over HTTP in `bench/load/`."""
+load. Methods and peers are in `bench/methods.py`, turns in `bench/turns.py`, figures in
+`bench/figures.py`, loads over HTTP in `bench/load/`."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +12,8 @@ import click
 
 from dovetail.launch.bench import figures
 from dovetail.launch.bench.contenders import Contender, contenders
-from dovetail.launch.bench.journal import Journal, heading_of, open_journal
-from dovetail.launch.bench.load import table as load_table
+from dovetail.launch.bench.figures import COLUMNS, CSV_COLUMNS, SWEPT, csv_text, show, show_notes
+from dovetail.launch.bench.load import measured as load_table
 from dovetail.launch.bench.load.measured import (
     DEFAULT_LEVELS,
     DEFAULT_REQUESTS,
@@ -39,17 +39,22 @@ from dovetail.launch.bench.sweep import (
     show_sweep,
     swept,
 )
-from dovetail.launch.bench.table import COLUMNS, CSV_COLUMNS, SWEPT, csv_text, show, show_notes
-from dovetail.launch.bench.turns import Cell, measure
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import COUNT, FILE, json_instead_of, rare, seed_option
+from dovetail.launch.bench.turns import Cell, Journal, heading_of, measure, open_journal
+from dovetail.launch.console.help import (
+    COUNT,
+    FILE,
+    HelpCommand,
+    json_instead_of,
+    rare,
+    seed_option,
+)
 from dovetail.launch.console.terminal import explained
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.processes.connection import with_choices
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
-from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.flags import DECODING_SECTIONS, DEMONSTRATED, settings_flags
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
 

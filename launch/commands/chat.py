@@ -1,5 +1,5 @@
-"""`dovetail chat`: a conversation in the terminal, or a filter: a line in, a reply out. The state
-is in `conversation.py`; `answering.py` and `web.py` get the replies."""
+"""`dovetail chat`: a conversation in the terminal, or a filter: a line in, a reply out. State and
+replies are in `answering.py` and `web.py`."""
 
 import json
 import os
@@ -13,13 +13,20 @@ from typing import Any
 
 import click
 
-from dovetail.launch.chat.answering import Answerer, CoordinatorAnswerer, template_option
-from dovetail.launch.chat.conversation import COMMANDS, Command, Conversation, Manner, parse
+from dovetail.launch.chat.answering import (
+    COMMANDS,
+    Answerer,
+    Command,
+    Conversation,
+    CoordinatorAnswerer,
+    Manner,
+    parse,
+    template_option,
+)
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import connect_option, json_option
+from dovetail.launch.console.help import HelpCommand, connect_option, json_option
 from dovetail.launch.console.terminal import failure_told, note, print_table, unwound_by_signals
-from dovetail.launch.decoding.request import check_stops
+from dovetail.launch.decoding.single import check_stops
 from dovetail.launch.files.directory import history_path
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import is_unicode

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import json_option
+from dovetail.launch.console.help import HelpCommand, json_option
 from dovetail.launch.extras import extra
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.help import HelpCommand, parent_option
 from dovetail.launch.console.logs import log_to_stderr
-from dovetail.launch.console.options import parent_option
 from dovetail.launch.extras import extra, installed
 from dovetail.launch.files.directory import announced, journal_path, remove_old_journals
-from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
+from dovetail.launch.machine.topology import Place, bind
 from dovetail.launch.processes.child import handle_signals, name_process
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.settings.configure import Configuration

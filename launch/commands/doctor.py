@@ -7,11 +7,9 @@ from dataclasses import asdict
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import json_option
+from dovetail.launch.console.help import HelpCommand, json_option
 from dovetail.launch.console.terminal import spinner
-from dovetail.launch.machine.examination import examine
-from dovetail.launch.machine.facts import Check, gather
+from dovetail.launch.machine.examination import Check, examine, gather
 
 
 @click.command(cls=HelpCommand)

@@ -5,8 +5,7 @@ import json
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import connect_option, json_option
+from dovetail.launch.console.help import HelpCommand, connect_option, json_option
 from dovetail.launch.console.terminal import note
 from dovetail.launch.processes.connection import find_coordinator
 from dovetail.launch.processes.replacement import figures, named, told, wait_for

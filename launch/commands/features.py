@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option, option, rare
+from dovetail.launch.console.help import (
+    COUNT,
+    EXISTING_FILE,
+    HelpCommand,
+    Number,
+    json_option,
+    option,
+    rare,
+)
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.processes.preflight import check_model
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.launch.training.run import show_progress
 from dovetail.protocol.errors import UserError
 

@@ -10,23 +10,24 @@ from typing import Any
 import click
 
 from dovetail.launch.chat.answering import FLAG, template_option
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import FILE, SEED, connect_option, json_option, rare
+from dovetail.launch.console.help import FILE, SEED, HelpCommand, connect_option, json_option, rare
 from dovetail.launch.console.terminal import failure_told, note
-from dovetail.launch.decoding.batch import decode_file
-from dovetail.launch.decoding.request import Wish, check_stops, read_prompt, tell_what_travels
 from dovetail.launch.decoding.single import (
+    Wish,
+    check_stops,
+    decode_file,
     decode_one,
     decode_over_http,
     missing_draft,
     other_targets,
+    read_prompt,
     summary,
     tell_full_context,
+    tell_what_travels,
     without_speculation,
 )
-from dovetail.launch.files.outputs import check_output
+from dovetail.launch.files.outputs import check_output, open_records
 from dovetail.launch.files.prompts import read_prompts
-from dovetail.launch.files.records import open_records
 from dovetail.launch.processes.connection import (
     Connection,
     connected_by_target,

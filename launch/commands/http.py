@@ -17,9 +17,8 @@ import click
 import uvloop
 
 from dovetail.launch.cli import installed_version
-from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.help import HelpCommand, connect_option, parent_option
 from dovetail.launch.console.logs import log_to_stderr
-from dovetail.launch.console.options import connect_option, parent_option
 from dovetail.launch.processes.child import (
     MORE_FILES,
     claim_stdout,
@@ -29,9 +28,9 @@ from dovetail.launch.processes.child import (
 from dovetail.launch.processes.connection import ahead_of, call_model, only_coordinator
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import TARGET_FOLDER
 from dovetail.launch.settings.flags import LISTENING, REPLIES, settings_flags
 from dovetail.launch.settings.http_keys import KeyFile
+from dovetail.launch.settings.models import TARGET_FOLDER
 from dovetail.protocol.errors import (
     CheckpointError,
     LinkClosed,

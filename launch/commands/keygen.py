@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import option
+from dovetail.launch.console.help import HelpCommand, option
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.keys import COORDINATOR, ROLES, generate_keys, generate_peer, revoke, rotate

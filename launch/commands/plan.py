@@ -10,22 +10,20 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import json_instead_of
+from dovetail.launch.console.help import HelpCommand, json_instead_of
 from dovetail.launch.console.terminal import explained, note, print_table, progress_bar, spinner
-from dovetail.launch.planning.acceptance import Recorded
+from dovetail.launch.planning.acceptance import Recorded, read_library
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.choice import drafts_there
 from dovetail.launch.planning.designs import Design, config_of, planned_types, read_design
 from dovetail.launch.planning.machines import SIZES, machine_names, read_machine
 from dovetail.launch.planning.planner import Option
-from dovetail.launch.planning.recording import read_library
 from dovetail.launch.planning.subject import GPU, KINDS, Subject, folder_of, subject_here
 from dovetail.launch.planning.words import figure, placement, serve_command, tree_of
 from dovetail.launch.processes import preflight
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.models import with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings, byte_count
 from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES

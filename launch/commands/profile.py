@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import (
+from dovetail.launch.console.help import (
     COUNT,
     FILE,
+    HelpCommand,
     Number,
     connect_option,
     json_instead_of,
@@ -34,12 +34,11 @@ from dovetail.launch.planning.subject import Subject, subject_here
 from dovetail.launch.profiling.figure import WAITS, draw
 from dovetail.launch.profiling.findings import find
 from dovetail.launch.profiling.samplers import NO_CARD
-from dovetail.launch.profiling.stages import attached, own_run
+from dovetail.launch.profiling.stages import Watch, attached, own_run
 from dovetail.launch.profiling.timeline import PARTS
-from dovetail.launch.profiling.workload import Watch
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.flags import DECODING_SECTIONS, DEMONSTRATED, settings_flags
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import refusal, writing
 from dovetail.runtime.telemetry.trace import write_trace

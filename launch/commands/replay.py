@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import FILE, json_option
+from dovetail.launch.console.help import FILE, HelpCommand, json_option
 from dovetail.launch.console.terminal import counted
 from dovetail.runtime.record.recording import Recording, read_recording
 from dovetail.runtime.record.replay import Replay, ReplayDifference

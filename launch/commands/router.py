@@ -12,9 +12,8 @@ import click
 import uvloop
 
 from dovetail.launch.commands.http import connections_of, url_of
-from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.help import EXISTING_FILE, HelpCommand, parent_option
 from dovetail.launch.console.logs import log_to_stderr
-from dovetail.launch.console.options import EXISTING_FILE, parent_option
 from dovetail.launch.processes.child import claim_stdout, handle_signals, name_process
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.settings.configure import Configuration

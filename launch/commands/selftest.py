@@ -16,14 +16,21 @@ from dovetail.launch.checks.agreement import (
     card_cells,
     measure_card,
 )
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import COUNT, FILE, connect_option, json_option, option, rare
+from dovetail.launch.console.help import (
+    COUNT,
+    FILE,
+    HelpCommand,
+    connect_option,
+    json_option,
+    option,
+    rare,
+)
 from dovetail.launch.console.terminal import first_failure, note, print_table, progress_bar
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import LOSSY, Connection, connected, is_lossy
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import DEMO_FOLDER, with_target
 from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
+from dovetail.launch.settings.models import DEMO_FOLDER, with_target
 from dovetail.protocol.errors import DovetailError, UserError, printable
 from dovetail.protocol.messages import DraftFailure, Finished, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings

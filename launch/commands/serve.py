@@ -14,9 +14,8 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.help import HelpCommand, json_option, option
 from dovetail.launch.console.logs import log_to_stderr
-from dovetail.launch.console.options import json_option, option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.extras import extra
 from dovetail.launch.processes import preflight
@@ -33,11 +32,11 @@ from dovetail.launch.processes.serving.local import Local
 from dovetail.launch.processes.serving.service import Service
 from dovetail.launch.processes.stack import check_models, check_stack
 from dovetail.launch.processes.supervise import Supervisor
-from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import SERVING, settings_flags
 from dovetail.launch.settings.generation import with_generation_config
 from dovetail.launch.settings.http_keys import read_keys
+from dovetail.launch.settings.models import blocks_in_words
 from dovetail.protocol.errors import UserError
 from dovetail.runtime.http.listening import listen
 
@@ -109,7 +108,7 @@ def _open(engine: str, configuration: Configuration, opened: ExitStack) -> Any:
     if engine == "local":
         site = Local(opened.enter_context(Supervisor()), configuration)
         return opened.enter_context(Service(site, configuration))
-    return extra("launch.processes.ray.placed").open_services(configuration, opened)
+    return extra("launch.processes.ray.site").open_services(configuration, opened)
 
 
 def _check_addresses(configuration: Configuration) -> None:

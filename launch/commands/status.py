@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import connect_option, json_option
+from dovetail.launch.console.help import HelpCommand, connect_option, json_option
 from dovetail.launch.console.terminal import counted, format_cell, in_print, print_table
 from dovetail.launch.files.directory import announcements
 from dovetail.launch.processes.connection import find_coordinator, shorten_model, slow_kernels

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.bench.turns import loop_begins
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import COUNT, FILE, json_instead_of, rare, seed_option
+from dovetail.launch.console.help import (
+    COUNT,
+    FILE,
+    HelpCommand,
+    json_instead_of,
+    rare,
+    seed_option,
+)
 from dovetail.launch.console.terminal import note, print_table, progress_bar, spinner
 from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.files.outputs import check_output, continued

@@ -10,10 +10,8 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.network_notice import leaves_the_machine
-from dovetail.launch.console.options import connect_option, json_option, rare
-from dovetail.launch.console.terminal import note
+from dovetail.launch.console.help import HelpCommand, connect_option, json_option, rare
+from dovetail.launch.console.terminal import leaves_the_machine, note
 from dovetail.launch.files.directory import WorkerNote, announcements
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.processes.connection import find_coordinator
@@ -28,11 +26,11 @@ from dovetail.launch.processes.replacement import (
     summary_of,
 )
 from dovetail.launch.processes.stack import ROLES, SECTIONS, Played, layout_of, worker_arguments
-from dovetail.launch.processes.worker_settings import (
+from dovetail.launch.processes.worker import (
     STUCK,
     before_of,
     last_before,
-    place_of,
+    noted_place,
     values_of,
 )
 from dovetail.launch.settings.configure import Configuration
@@ -149,7 +147,7 @@ def command(
             _check_models(configuration, role)
             keys = configuration.settings.coordinator.keys or announced_keys(state.address)
             bound = before is not None and role != "unified" and asked.isdisjoint(PLACED)
-            place = place_of(before) if before is not None and bound else None
+            place = noted_place(before) if before is not None and bound else None
             done = _start_here(change, configuration, role, name, way, keys, place)
     if as_json:
         click.echo(

@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from dovetail.launch.chat.web import Site, api_key
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import connect_option, json_option
+from dovetail.launch.console.help import HelpCommand, connect_option, json_option
 from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.terminal import in_print, unwound_by_signals
 from dovetail.launch.machine.others import Others

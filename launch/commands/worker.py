@@ -7,13 +7,12 @@ from contextlib import nullcontext
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.help import HelpCommand, Number, connect_option, parent_option, rare
 from dovetail.launch.console.logs import keep_stderr_short, remove_stderr
-from dovetail.launch.console.options import Number, connect_option, parent_option, rare
 from dovetail.launch.console.terminal import note
-from dovetail.launch.machine.binding import Binding, Place, bind
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
+from dovetail.launch.machine.topology import Binding, Place, bind
 from dovetail.launch.processes.child import LET_GO, ending_at_once, handle_signals, name_process
 from dovetail.launch.processes.connection import call_model, only_coordinator
 from dovetail.launch.processes.notification import Notifier
@@ -24,12 +23,12 @@ from dovetail.launch.processes.worker import (
     Role,
     WorkerProcess,
     await_address,
+    flags_of,
     model_of,
     parts_of,
     place_of,
     thread_count,
 )
-from dovetail.launch.processes.worker_settings import flags_of
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import BASIC, settings_flags
 from dovetail.protocol.settings import DRAFT_KINDS

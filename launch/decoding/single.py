@@ -1,17 +1,146 @@
-"""One prompt, streamed to stdout as it is decoded: by a coordinator, or by a server over HTTP."""
+"""Decoding for `dovetail generate`: one prompt, streamed to stdout as it is decoded by a
+coordinator or by a server over HTTP; or a file of prompts, several in flight at a time, with
+answers written as they come."""
 
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import click
+from pydantic import ValidationError
 
-from dovetail.launch.chat.conversation import Manner
+from dovetail.launch.chat.answering import PLAIN, Manner, Templated, templated
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
-from dovetail.launch.console.terminal import counted, failure_told, note, uninterrupted
-from dovetail.launch.decoding.request import Wish
-from dovetail.launch.processes.connection import Connection
-from dovetail.protocol.errors import DovetailError, LinkClosed, printable
-from dovetail.protocol.messages import Emitted, Failed, Finished, Recorded, Reported, Result
+from dovetail.launch.console.terminal import (
+    counted,
+    failure_told,
+    leaves_the_machine,
+    note,
+    of_request,
+    progress_bar,
+    uninterrupted,
+)
+from dovetail.launch.files.outputs import Answers, RecordFile, open_answers
+from dovetail.launch.files.prompts import Prompt, is_unicode
+from dovetail.launch.processes.connection import Connection, ahead_of, connected_by_target
+from dovetail.launch.settings.configure import Configuration
+from dovetail.protocol.errors import DovetailError, LinkClosed, UserError, printable
+from dovetail.protocol.files import decode
+from dovetail.protocol.messages import (
+    MAX_STOPS,
+    MAX_TEXT,
+    DraftFailure,
+    Emitted,
+    Failed,
+    Finished,
+    Recorded,
+    Reported,
+    Result,
+)
+
+STOP_CHARACTERS = 1024  # the longest stop that `messages.Submit` takes
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The settings of every request of a command."""
+
+    configuration: Configuration
+    raw: bool = False
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    trace: bool = False
+    records: RecordFile | None = None  # gets every round
+    values: Mapping[str, Any] = field(default_factory=dict)  # values for the chat template
+    template: Templated | None = None
+    """Makes tokens of turns with these values; None: the coordinator does, without any."""
+
+    @property
+    def speculates(self) -> bool:
+        return self.configuration.settings.draft.kind != "none"
+
+    def to(self, connection: Connection, configuration: Configuration) -> "Wish":
+        """Return this wish with the settings that hold for a target, and its chat template."""
+        if not self.raw and not connection.client.describe().vocabulary.template:
+            note(PLAIN)
+        template = templated(connection.client, self.values)
+        return replace(self, configuration=configuration, template=template)
+
+    def submit(self, connection: Connection, turns: tuple[str, ...]) -> int:
+        """Ask for the reply to these turns (user first, then alternating), or for the plain
+        continuation of a text."""
+        settings = self.configuration.settings
+        asked: dict[str, Any] = {"text": turns[0]} if self.raw else {"turns": turns}
+        if self.template is not None:
+            asked = self.template.submitted(turns)
+        try:
+            return connection.client.submit(
+                **asked,
+                sampling=settings.sampling,
+                max_tokens=settings.sampling.max_tokens,
+                stop=self.stop,
+                seed=self.seed,
+                tree=settings.tree,
+                speculate=self.speculates,
+                trace=self.trace,
+                record=self.records is not None,
+                ahead=ahead_of(settings.draft),
+            )
+        except ValidationError as error:  # too many turns, or too long ones
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise UserError(
+                f"the request is not possible: {first['loc'][0]}: {first['msg']}"
+            ) from None
+
+
+def tell_what_travels(connection: Connection) -> None:
+    """Report what will be sent to another machine before sending it."""
+    address = connection.address or connection.state.address
+    if leaves_the_machine(address):
+        note(of_request(address, connection.state))
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """`UserError` for stop strings that no request may have."""
+    if len(stops) > MAX_STOPS:
+        raise UserError(f"--stop is given {len(stops)} times: {MAX_STOPS} are possible")
+    for stop in stops:
+        if not stop:
+            raise UserError("--stop '' would end every reply at once: leave it out")
+        if len(stop) > STOP_CHARACTERS:
+            raise UserError(
+                f"--stop {stop[:20]!r}... has {len(stop)} characters: {STOP_CHARACTERS} are "
+                "possible"
+            )
+        if not is_unicode(stop):
+            raise UserError(
+                f"--stop {stop[:40]!r} is not valid UTF-8 text: set your terminal to UTF-8"
+            )
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The argument, or standard input if it is missing or "-"."""
+    if prompt is None and sys.stdin.isatty():
+        raise UserError(
+            "there is no prompt: give it as an argument, on stdin, or in a file with --prompts"
+        )
+    if prompt is None or prompt == "-":
+        prompt = decode(sys.stdin.buffer.read(), "the prompt on standard input", zeros=True)
+    if not prompt.strip():
+        raise UserError("the prompt is empty: write it as an argument, or pipe it in")
+    if not is_unicode(prompt):
+        raise UserError(
+            "the prompt is not valid UTF-8 text: set your terminal to UTF-8, or use iconv"
+        )
+    if len(prompt) > MAX_TEXT:
+        raise UserError(f"the prompt has {len(prompt)} characters: {MAX_TEXT} are possible")
+    return prompt
+
 
 CANCEL_GRACE_S = 2.0
 QUIET_S = 1.0  # silence after which the coordinator is asked whether the reply waits for a target
@@ -252,3 +381,116 @@ def without_speculation(
     which = "every round" if every else f"{plain} of {counted(result.rounds, 'round')}"
     told = "; ".join(filter(None, reasons))
     return f"without speculation in {which}{f': {told}' if told else ''}"
+
+
+@dataclass
+class _Dialogue:
+    """One prompt of a file on its way: the history so far, and the results of the turns that are
+    answered."""
+
+    prompt: Prompt
+    history: list[str] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+    def next_turns(self) -> tuple[str, ...]:
+        self.history.append(self.prompt.turns[len(self.results)])
+        return tuple(self.history)
+
+    def answered(self, result: Result) -> bool:
+        """Take the answer to a turn; whether it was the last one."""
+        self.history.append(result.text)
+        self.results.append(result)
+        return len(self.results) == len(self.prompt.turns)
+
+
+def decode_file(
+    wish: Wish, connect: str | None, prompts: list[Prompt], out: Path, parallel: int
+) -> None:
+    if wish.raw and (several := next((p for p in prompts if len(p.turns) > 1), None)):
+        raise UserError(f"prompt {several.id!r} has {len(several.turns)} turns: leave --raw out")
+    with open_answers(out) as answers:
+        left = [prompt for prompt in prompts if prompt.id not in answers.done]
+        if len(left) < len(prompts):
+            note(f"{len(prompts) - len(left)} of {len(prompts)} prompts are already done")
+        if not left:
+            return
+        with (
+            connected_by_target(wish.configuration, connect) as (connection, configuration),
+            progress_bar(len(left), "prompts") as step,
+        ):
+            tell_what_travels(connection)
+            wish = wish.to(connection, configuration)
+            batch, began_s = _Batch(wish, connection, answers), time.monotonic()
+            errors = batch.run(left, parallel, step)
+            taken_s = time.monotonic() - began_s
+    for prompt, error in errors:
+        note(f"{prompt.id}: {error}")
+    answered, tokens = counted(len(left) - len(errors), "prompt"), counted(batch.tokens, "token")
+    rate = batch.tokens / taken_s
+    note(f"{answered} answered: {tokens} in {taken_s:.2f} s · {rate:.1f} tokens/s")
+    if batch.failure is not None:
+        note(
+            f"the draft failed in {counted(batch.failures, 'reply', 'replies')}; the first: "
+            f"{failure_told(batch.failure)}"
+        )
+    if errors:
+        text = f"{len(errors)} of {len(prompts)} prompts were not answered"
+        raise (
+            UserError(text)
+            if all(isinstance(error, UserError) for _, error in errors)
+            else DovetailError(text)
+        )
+
+
+class _Batch:
+    """Several dialogues in flight over one client."""
+
+    def __init__(self, wish: Wish, connection: Connection, answers: Answers) -> None:
+        self._wish, self._connection, self._answers = wish, connection, answers
+        self._flying: dict[int, _Dialogue] = {}
+        self.tokens = 0  # tokens of all replies so far
+        self.failures = 0  # replies whose draft failed, and the failure of the first one
+        self.failure: DraftFailure | None = None
+
+    def run(
+        self, prompts: list[Prompt], parallel: int, step: Callable[[str], None]
+    ) -> list[tuple[Prompt, DovetailError]]:
+        """Decode all; returns those that failed, and why."""
+        waiting = deque(_Dialogue(prompt) for prompt in prompts)
+        errors: list[tuple[Prompt, DovetailError]] = []
+        try:
+            while waiting or self._flying:
+                while waiting and len(self._flying) < parallel:
+                    self._send(waiting.popleft())
+                reply = self._connection.client.receive(None)
+                if isinstance(reply, Finished):
+                    dialogue = self._flying.pop(reply.request)
+                    self.tokens += reply.result.completion_tokens
+                    self.failures += reply.result.draft_failure is not None
+                    self.failure = self.failure or reply.result.draft_failure
+                    if not dialogue.answered(reply.result):
+                        self._send(dialogue)
+                        continue
+                    self._answers.write(dialogue.prompt.id, dialogue.results)
+                    step(dialogue.prompt.id)
+                elif isinstance(reply, Recorded) and self._wish.records is not None:
+                    dialogue = self._flying[reply.request]
+                    self._wish.records.write(
+                        dialogue.prompt.id, len(dialogue.results), reply.record
+                    )
+                elif isinstance(reply, Failed):
+                    errors.append((self._fallen(reply).prompt, self._connection.failure(reply)))
+                    step("")
+        except KeyboardInterrupt:
+            cancel(self._connection, list(self._flying))
+            raise
+        return errors
+
+    def _send(self, dialogue: _Dialogue) -> None:
+        self._flying[self._wish.submit(self._connection, dialogue.next_turns())] = dialogue
+
+    def _fallen(self, reply: Failed) -> _Dialogue:
+        """The dialogue to which a failure belongs; a failure without one ends the whole command."""
+        if reply.session not in self._flying:
+            raise self._connection.failure(reply)
+        return self._flying.pop(reply.session)

@@ -15,8 +15,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal, TypeVar
 
-from dovetail.launch.machine.binding import Place
-from dovetail.launch.machine.topology import Node, Topology, cpus_for, format_numbers, read_topology
+from dovetail.launch.machine.topology import (
+    Node,
+    Place,
+    Topology,
+    cpus_for,
+    format_numbers,
+    read_topology,
+)
 from dovetail.protocol.errors import UserError
 
 Threads = int | Literal["auto"]

@@ -1,34 +1,315 @@
-"""Checks of this machine: each has a finding and, if needed, a remedy."""
+"""What `dovetail doctor` looks at: facts of this machine, and checks of them, each with a finding
+and, if needed, a remedy. Which build of PyTorch has code for which GPU, and the driver that
+it needs: from RELEASE.md of pytorch/pytorch (releases 2.8 to 2.13, x86-64) and its lists of ROCm
+and XPU wheels. Only builds for CUDA 12.6 have code for Maxwell and Pascal, and from 2.11 for
+Volta."""
 
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dovetail.launch.console.terminal import counted
-from dovetail.launch.machine.cards import Card
+from dovetail.launch.files.directory import profile_path, writable_profile_path
+from dovetail.launch.machine.cards import Card, read_cards
 from dovetail.launch.machine.cores import lay_out
-from dovetail.launch.machine.facts import (
-    HUGE_PAGES,
-    LEAST_FILES,
-    LEAST_SHARED,
-    SHARED_MEMORY,
-    Check,
-    Facts,
-    Gpu,
-)
 from dovetail.launch.machine.fit import HUBS, needs_of
-from dovetail.launch.machine.others import OTHERS
-from dovetail.launch.machine.topology import cpus_for, format_numbers
-from dovetail.launch.machine.wheels import (
-    LIKE_GFX1030,
-    ROCM,
-    build_for,
-    driver_for,
-    fits,
-    has_code_for,
-    install_command,
+from dovetail.launch.machine.others import OTHERS, Load, Others
+from dovetail.launch.machine.topology import (
+    Topology,
+    cpus_for,
+    format_numbers,
+    memory_refusal,
+    read_topology,
 )
+from dovetail.launch.processes.preflight import free_memory_bytes, memory_bytes
+from dovetail.protocol.files import cache_folder
+from dovetail.protocol.profile import ProfileError, cpu_flags, load_profile
 from dovetail.protocol.settings import Settings
+from dovetail.workers.kernels.build import compiler
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was checked; `advice` is what to do, empty if nothing."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+TIMEOUT_S = 120
+WATCHED_S = 0.5
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+CPUINFO = Path("/proc/cpuinfo")
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_FILES = 1024
+"""A coordinator takes a file for every client and worker, and may have as many as 1024."""
+LEAST_SHARED = 64 << 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver describes it."""
+
+    name: str
+    capability: Capability
+    driver: int | None
+    memory_mib: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts about a machine."""
+
+    machine: str
+    flags: frozenset[str]
+    topology: Topology
+    online_cores: int
+    memory_refusal: str  # why memory cannot be bound to a node; empty if it can
+    inventory: Mapping[str, Any]
+    """What `calibration/inventory.py` found in workers; `broken` alone if it could not run."""
+    gpus: Sequence[Gpu] = ()
+    cards: Sequence[Card] = ()  # the graphics cards of AMD and Intel
+    driver_problem: str = ""
+    huge_pages: str = "madvise"
+    memory_bytes: int = 0
+    free_bytes: int = 0
+    files: int = LEAST_FILES
+    shared_bytes: int = LEAST_SHARED
+    environment: Mapping[str, str] = field(default_factory=dict)
+    compiler: str = ""
+    others: Load | None = None  # CPU time that other programs used while this process was idle
+    profile: str = ""
+    profile_problem: str = ""
+    cache: Path = Path()  # the folder of this user's caches
+    caches: Mapping[str, int] = field(default_factory=dict)
+    """The bytes on disk of each folder and file in it."""
+
+
+def gather() -> Facts:
+    """Return the facts of this machine."""
+    topology, watched = read_topology(), Others()
+    time.sleep(WATCHED_S)
+    others = watched.load(lambda pid, _: pid == os.getpid())
+    profile, problem = _profile_state()
+    gpus, driver_problem = read_gpus()
+    return Facts(
+        machine=platform.machine(),
+        flags=cpu_flags(CPUINFO),
+        topology=topology,
+        online_cores=os.cpu_count() or len(topology.threads),
+        memory_refusal=memory_refusal(
+            tuple(node.number for node in topology.nodes if node.memory_bytes)[:1]
+        )
+        if len(topology.nodes) > 1
+        else "",
+        inventory=_inventory(),
+        gpus=gpus,
+        cards=read_cards(),
+        driver_problem=driver_problem,
+        huge_pages=_chosen(HUGE_PAGES),
+        memory_bytes=memory_bytes(),
+        free_bytes=free_memory_bytes(),
+        files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shared_bytes=shutil.disk_usage(SHARED_MEMORY).free
+        if os.access(SHARED_MEMORY, os.W_OK)
+        else 0,
+        environment=dict(os.environ),
+        compiler=" ".join(compiler()),
+        others=others,
+        profile=profile,
+        profile_problem=problem,
+        cache=cache_folder(),
+        caches=sizes_in(cache_folder()),
+    )
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """Return the disk usage of each folder and file in `folder`, by name; those that cannot be
+    read, or vanish meanwhile, are left out."""
+    if not folder.is_dir():
+        return {}
+    return {place.name: _size(place) for place in folder.iterdir()}
+
+
+def _size(place: Path) -> int:
+    total = 0
+    for path in (place, *place.rglob("*")):
+        with suppress(OSError):
+            total += path.lstat().st_blocks * 512
+    return total
+
+
+def read_gpus(command: str = "nvidia-smi") -> tuple[list[Gpu], str]:
+    """The NVIDIA GPUs, as the driver's own tool describes them, and what is wrong with the driver;
+    both empty without that tool."""
+    query = [
+        command,
+        "--query-gpu=name,compute_cap,driver_version,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        result = subprocess.run(
+            query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        return [], ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"{command} does not answer ({error})"
+    if result.returncode != 0:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        return [], f"{command} fails: {said[-1] if said else f'exit code {result.returncode}'}"
+    return [gpu for line in result.stdout.splitlines() if (gpu := _parse_gpu(line)) is not None], ""
+
+
+def _parse_gpu(line: str) -> Gpu | None:
+    name, _, rest = line.partition(",")
+    fields = [part.strip() for part in rest.split(",")]
+    capability = parse_capability(fields[0])
+    if capability is None or len(fields) < 3:
+        return None
+    driver, memory = fields[1].partition(".")[0], fields[2]
+    return Gpu(
+        name.strip(),
+        capability,
+        int(driver) if driver.isdigit() else None,
+        int(memory) if memory.isdigit() else 0,
+    )
+
+
+def _inventory() -> dict[str, Any]:
+    """Return what torch and the kernels provide; a crash or a missing library is a finding, not an
+    error."""
+    command = [sys.executable, "-P", "-m", "dovetail.workers.calibration.inventory"]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        found: dict[str, Any] = json.loads(result.stdout)
+    except subprocess.TimeoutExpired:
+        return {"broken": f"no answer within {TIMEOUT_S} s"}
+    except json.JSONDecodeError:
+        said = result.stderr.strip().splitlines()
+        return {"broken": said[-1] if said else f"ended with exit code {result.returncode}"}
+    return found
+
+
+def _chosen(path: Path) -> str:
+    """The word in brackets of a file such as "always [madvise] never"; empty if there is none."""
+    try:
+        return path.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
+    except OSError:
+        return ""
+
+
+def _profile_state() -> tuple[str, str]:
+    path = writable_profile_path()
+    if path is None:
+        return "", f"{profile_path()} cannot be written"
+    try:
+        entries = len(load_profile(path).entries)
+    except ProfileError as error:
+        return "", str(error)
+    return (
+        f"{path}: {counted(entries, 'measured combination') if entries else 'nothing measured yet'}",  # noqa: E501
+        "",
+    )
+
+
+MAXWELL, TURING, BLACKWELL = (5, 0), (7, 5), (10, 0)
+"""CUDA 12.6 builds: Maxwell to Hopper (9.0); 13.0: Turing on; Blackwell needs 13.0, or 12.8."""
+RELEASES = {
+    "cu126": ((2, 8), (2, 13)),
+    "cu128": ((2, 8), (2, 11)),
+    "cu130": ((2, 9), (2, 13)),
+    "rocm6.4": ((2, 8), (2, 9)),
+    "rocm7.1": ((2, 10), (2, 13)),
+    "xpu": ((2, 8), (2, 13)),
+}
+"""Build -> the first and the last supported release for which it is published."""
+LEAST_DRIVER = {12: 525, 13: 580}
+"""CUDA's major version -> least driver (NVIDIA, CUDA Compatibility, minor versions)."""
+ROCM = ("rocm6.4", "rocm7.1")  # the builds for AMD's GPUs
+LIKE_GFX1030 = ("gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036")
+"""AMD chips without code in any build, with gfx1030's instructions (LLVM, AMDGPU Backend)."""
+INDEX = "https://download.pytorch.org/whl"
+
+
+def has_code_for(architectures: Sequence[str], capability: Capability) -> bool:
+    """Return whether a build with these architectures runs on a GPU: machine code for the same
+    major version and no later minor one, or PTX of an earlier one."""
+    return any(_fits(name, capability) for name in architectures)
+
+
+def _fits(architecture: str, capability: Capability) -> bool:
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", architecture)
+    if found is None:
+        return False
+    code = (int(found[2]), int(found[3]))
+    if found[4]:  # for one architecture alone, such as sm_90a
+        return code == capability
+    return code <= capability and (found[1] == "compute" or code[0] == capability[0])
+
+
+def build_for(capability: Capability, *, release: str, driver: int | None) -> str:
+    """Return the build for a GPU and its driver, such as cu126; empty if there is none. `release`:
+    of torch, such as 2.13.0; `driver`: its major version, or None."""
+    if capability < MAXWELL or (driver is not None and driver < LEAST_DRIVER[12]):
+        return ""
+    if capability < TURING:
+        return "cu126"
+    newest = (driver is None or driver >= LEAST_DRIVER[13]) and _release(release) >= RELEASES[
+        "cu130"
+    ][0]
+    return "cu130" if newest else "cu128" if capability >= BLACKWELL else "cu126"
+
+
+def fits(build: str, release: str) -> bool:
+    """Return whether a build is published for a release of torch, such as 2.13.0."""
+    first, last = RELEASES[build]
+    return first <= _release(release) <= last
+
+
+def install_command(build: str, *, release: str) -> str:
+    """Return the command that installs a build: of the installed release if it exists, else of any
+    that fits."""
+    first, last = RELEASES[build]
+    exact = f"torch=={release.partition('+')[0]}"
+    wanted = (
+        exact if fits(build, release) else f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    )
+    return f"pip install --force-reinstall '{wanted}' --index-url {INDEX}/{build}"
+
+
+def driver_for(cuda: str) -> int | None:
+    """The minimum driver for a build for this version of CUDA, such as 13.0; None if unknown."""
+    major = cuda.partition(".")[0]
+    return LEAST_DRIVER.get(int(major)) if major.isdigit() else None
+
+
+def parse_capability(text: str) -> Capability | None:
+    """(8, 6) of "8.6"."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", text.strip())
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
 
 OVERRIDE = (
     "start dovetail with HSA_OVERRIDE_GFX_VERSION=10.3.0, so that it runs the code for gfx1030 "

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dovetail.launch.machine.binding import Place
-from dovetail.launch.processes import ahead
-from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.launch.machine.topology import Place
+from dovetail.launch.processes import forked
+from dovetail.launch.settings.models import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room, node_room, process_room, read_room
 from dovetail.protocol.settings import Settings
@@ -104,7 +104,7 @@ def _room() -> Room | None:
     """Return the room for processes that are not there yet, with what the one that they are forked
     from has taken already."""
     room = read_room()
-    return None if room is None else replace(room, size=room.size + ahead.taken_bytes())
+    return None if room is None else replace(room, size=room.size + forked.taken_bytes())
 
 
 def nodes_of(place: Place | None) -> tuple[int, ...]:

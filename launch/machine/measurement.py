@@ -11,15 +11,15 @@ import click
 
 from dovetail.launch.cli import run
 from dovetail.launch.files.directory import substitutes_path, writable_profile_path
-from dovetail.launch.machine.binding import bind
 from dovetail.launch.machine.cores import parse_place
 from dovetail.launch.machine.others import Others
+from dovetail.launch.machine.topology import bind
 from dovetail.launch.processes.child import claim_stdout, handle_signals
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import free_memory_bytes
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.models import with_draft, with_target
 from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.settings import DraftSettings, TargetSettings
 

@@ -28,7 +28,7 @@ from dovetail.launch.planning.designs import (
 )
 from dovetail.launch.planning.planner import Draft, Tree
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_draft
+from dovetail.launch.settings.models import with_draft
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings
 from dovetail.workers.heads.registry import kind_of_architecture, setting_of

@@ -11,8 +11,8 @@ from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
 from dovetail.launch.planning.designs import LOOKUP, design_of, on_kernels, read_config
 from dovetail.launch.processes.stack import layout_of, processes_of
-from dovetail.launch.settings.blocks import keeps_blocks
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
+from dovetail.launch.settings.models import keeps_blocks
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import DRAFT_KINDS
 from dovetail.workers import kernels

@@ -32,7 +32,7 @@ from dovetail.launch.planning.words import settings, told, tree_of, verdict
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import free_memory_bytes, is_path
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.launch.settings.models import with_draft, with_target
 from dovetail.protocol.calibration import Calibration, DeviceCosts, MachineLimits, RowsSeconds
 from dovetail.protocol.errors import CheckpointError, UserError
 from dovetail.protocol.experts import DENSE

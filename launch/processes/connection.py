@@ -15,10 +15,9 @@ from dovetail.launch.files.directory import announcements, only_announcement
 from dovetail.launch.processes.preflight import check_target
 from dovetail.launch.processes.stack import Stack, begin_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
-from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
-from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.generation import by_folder, with_generation_config
+from dovetail.launch.settings.models import DEMO_FOLDER, blocks_in_words
 from dovetail.protocol.errors import (
     CheckpointError,
     DovetailError,

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from dovetail.launch.files.directory import announcements
-from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.launch.settings.models import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import (

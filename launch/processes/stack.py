@@ -13,7 +13,7 @@ from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of, layout_for
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes import ahead
+from dovetail.launch.processes import forked
 from dovetail.launch.processes.preflight import (
     check_draft,
     check_target,
@@ -28,7 +28,7 @@ from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.processes.worker import TOLD
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_target
+from dovetail.launch.settings.models import with_target
 from dovetail.protocol.errors import DovetailError, SettingsError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported, Role
@@ -114,14 +114,14 @@ def begin_workers(
         note(words)
     alone = dict(commands)
     start: Callable[[], dict[str, Child]] = dict
-    if ahead.begun() or (processes_of(settings) == ROLES and settings.draft.kind != "ngram"):
+    if forked.begun() or (processes_of(settings) == ROLES and settings.draft.kind != "ngram"):
         alone = {
             name: arguments
             for name, arguments in commands.items()
             if settings.draft.kind == "ngram" and "--role=draft" in arguments
         }
-        forked = {name: commands[name] for name in commands if name not in alone}
-        start = partial(supervisor.start_forked, supervisor.start_nursery(), forked)
+        together = {name: commands[name] for name in commands if name not in alone}
+        start = partial(supervisor.start_forked, supervisor.start_nursery(), together)
     children = {name: supervisor.start(name, alone[name], asks=True) for name in alone}
 
     def started() -> dict[str, Child]:

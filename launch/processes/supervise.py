@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO, Any, NoReturn, Self
 
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes import ahead, nursery, warden
+from dovetail.launch.processes import forked, nursery, warden
 from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.forked import Process, Talk, new_log, run_module
 from dovetail.protocol.errors import DovetailError, UserError, printable
@@ -299,11 +299,11 @@ class Supervisor(Unwinding):
 
     def start_nursery(self, modules: Sequence[str] = nursery.MODULES) -> tuple[Child, Talk]:
         """Start a nursery, or take over the one that this command started ahead."""
-        begun = ahead.take() if modules == nursery.MODULES else None
+        begun = forked.take() if modules == nursery.MODULES else None
         talk = self._talks.enter_context(contextlib.closing(begun.talk if begun else Talk()))
         if begun:
             return self._own(NURSERY, lambda _: begun.process, begun.log), talk
-        return self._own(NURSERY, partial(ahead.run_nursery, talk, modules)), talk
+        return self._own(NURSERY, partial(forked.run_nursery, talk, modules)), talk
 
     def start_forked(
         self, nursery: tuple[Child, Talk], commands: Mapping[str, Sequence[str]]

@@ -1,41 +1,51 @@
 """A worker in this process: its threads, its model, and the loop that serves a coordinator."""
 
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from dovetail.launch.console.network_notice import leaves_the_machine, of_worker
-from dovetail.launch.console.terminal import QUANTISED, counted, counting_bar, note
+from dovetail.launch.console.terminal import (
+    QUANTISED,
+    counted,
+    counting_bar,
+    leaves_the_machine,
+    note,
+    of_worker,
+)
 from dovetail.launch.files.directory import (
+    WorkerNote,
     forget_worker,
     note_worker,
     substitutes_path,
+    worker_notes,
     writable_profile_path,
 )
-from dovetail.launch.machine.binding import Binding, Place
 from dovetail.launch.machine.cores import lay_out_here, parse_place
 from dovetail.launch.machine.sharding import layout_for
-from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.machine.topology import Binding, Place, format_numbers
 from dovetail.launch.processes.child import end_undisturbed
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.processes.nursery import import_at_once
 from dovetail.launch.processes.preflight import check_text, text_here
-from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.launch.settings.catalog import SETTINGS
+from dovetail.launch.settings.configure import Configuration, parse_setting
+from dovetail.launch.settings.models import with_draft, with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
-from dovetail.protocol.messages import Drain
+from dovetail.protocol.messages import Drain, WorkerState
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
+from dovetail.workers.models.checkpoints.gguf.view import resolved
 
 if TYPE_CHECKING:
     from dovetail.workers.serving.registration import Worker
@@ -318,3 +328,53 @@ def model_of(configuration: Configuration, role: Role) -> str:
     if role == "draft" and settings.draft.kind != "substitute":
         return with_draft(settings.draft).model
     return with_target(settings.target).model
+
+
+SECTIONS = ("target", "draft", "memory")
+MODELS = ("target.model", "draft.model")
+STUCK = "coordinator.stuck_s"
+PLACE = ("--cores=", "--memory-nodes=")
+
+
+def values_of(note: WorkerNote) -> dict[str, Any]:
+    parts = (flag.removeprefix("--").partition("=") for flag in note.flags)
+    known = {name: text for name, _, text in parts if name in SETTINGS}
+    found = {name: parse_setting(name, text, f"--{name}") for name, text in known.items()}
+    return {n: resolved(value) if n in MODELS else value for n, value in found.items()}
+
+
+def noted_place(note: WorkerNote) -> list[str]:
+    return [flag for flag in note.flags if flag.startswith(PLACE)]
+
+
+def flags_of(configuration: Configuration, cores: str | None, memory_nodes: str) -> list[str]:
+    """Return the settings and binding of a worker as flags that are valid in any folder."""
+    place = [
+        f"{name}{value}" for name, value in zip(PLACE, (cores, memory_nodes), strict=True) if value
+    ]
+    typed = (flag.partition("=") for flag in configuration.typed(*SECTIONS))
+    settings = [
+        f"{name}={_absolute(value) if name.removeprefix('--') in MODELS else value}"
+        for name, _, value in typed
+    ]
+    return [*settings, f"--{STUCK}={configuration.value(STUCK)}", *place]
+
+
+def before_of(worker: WorkerState) -> WorkerNote | None:
+    """Return the note of a registered worker; None if it runs elsewhere or as another user."""
+    if worker.host != socket.gethostname():
+        return None
+    found = [note for note in worker_notes() if note.pid == worker.pid]
+    return found[-1] if found else None
+
+
+def last_before(addresses: Collection[str], role: str) -> WorkerNote | None:
+    """Return the note of the last worker of a role on this machine that was registered with a
+    coordinator of these addresses; None if there was none."""
+    found = [note for note in worker_notes() if role in note.roles and note.address in addresses]
+    return found[-1] if found else None
+
+
+def _absolute(model: str) -> str:
+    path = Path(model).expanduser()
+    return str(path.absolute()) if model and path.exists() else model

@@ -13,10 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dovetail.launch.processes import ahead
-from dovetail.launch.settings.blocks import keeps_blocks
+from dovetail.launch.processes import forked
 from dovetail.launch.settings.catalog import ALL_SECTIONS, PREFIX, SETTINGS, Setting, names_in
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER, keeps_blocks
 from dovetail.launch.settings.thresholds import thresholds_of
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.files import read_text
@@ -142,7 +141,7 @@ def configure(
         origins.update(dict.fromkeys(layer, origin))
     for name in ("target.model", "draft.model"):
         if demo and isinstance(model := values.get(name), str):
-            values[name] = resolved(model, making=ahead.expect_proof)
+            values[name] = resolved(model, making=forked.expect_proof)
     merged = _validated(values, origins, demo)
     if demo and origins["target.weights"] == "default" and keeps_blocks(merged.settings.target):
         values["target.weights"], origins["target.weights"] = FILE, BY_FILE

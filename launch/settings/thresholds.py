@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft
+from dovetail.launch.settings.models import DEMO_FOLDER, with_draft
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.files import read_text, unread, writing
 from dovetail.protocol.settings import HEAD_KINDS, MAX_BINS, DraftSettings, Settings

@@ -24,7 +24,7 @@ from benchmarks.options import Command, Numbers, option, options, pin, report
 from dovetail.launch.bench.turns import loop_begins
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.launch.files.prompts import read_prompts
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.text.tokenizer import TextCodec
 

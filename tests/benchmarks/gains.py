@@ -23,7 +23,7 @@ from dovetail.launch.bench.turns import prepare, rotated
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.settings.configure import Configuration, parse_setting
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from support.inflated import models_at
 

@@ -18,7 +18,7 @@ from benchmarks.child import Side
 from benchmarks.options import Command, find_llama, option, options, pin, report
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.launch.files.prompts import read_prompts
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.models.loading import load_language_model

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.child import obey, timed
 from benchmarks.models import draw_tree, token_row
-from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_place
+from dovetail.launch.machine.topology import Place, bind
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels

@@ -23,7 +23,7 @@ from benchmarks.coupling import PROMPTS
 from benchmarks.measure import ratio, take_turns
 from benchmarks.options import Command, option, options, report
 from dovetail.launch.bench.load.measured import run
-from dovetail.launch.bench.load.request import PATH, Reply, ask
+from dovetail.launch.bench.load.served import PATH, Reply, ask
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.chat.web import Site
 from dovetail.launch.console.terminal import note, print_table

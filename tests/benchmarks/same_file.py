@@ -9,7 +9,7 @@ import click
 from gguf import GGMLQuantizationType as Type
 
 from benchmarks.options import Command
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from support.gguf_files import tokens_of, write_gguf
 from support.inflated import kept_pair

@@ -20,8 +20,8 @@ from benchmarks.measure import Estimate, ratio
 from benchmarks.options import Command, Numbers, option, options, pin, report, settings_of
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import note, print_table
-from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.machine.topology import Place
 from dovetail.launch.processes.stack import POLL_S, begin_stack, wait_until_ready, worker_arguments
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError

@@ -21,7 +21,7 @@ import psutil
 from benchmarks.coupling import PROMPTS
 from benchmarks.gaps import server
 from benchmarks.options import Command, option, options, report
-from dovetail.launch.bench.load.request import Reply, ask
+from dovetail.launch.bench.load.served import Reply, ask
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.chat.web import Site
 from dovetail.launch.console.terminal import print_table, progress_bar

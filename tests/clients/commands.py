@@ -24,7 +24,7 @@ from clients.catalogue import BY_NAME, CLIENTS, ClientKind
 from clients.scores import largest_difference
 from clients.server import serving
 from dovetail.launch.console.terminal import note, print_table, progress_bar
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 
 TARGET = DEMO_FOLDER / "target"
 SCORES_MAY_DIFFER = 1e-3

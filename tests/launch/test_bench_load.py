@@ -14,10 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from dovetail.launch.bench.load import request
-from dovetail.launch.bench.load.measured import Load, levels_of, row, run, with_speedups
-from dovetail.launch.bench.load.request import Reply, ask
-from dovetail.launch.bench.load.table import show
+from dovetail.launch.bench.load import served as request
+from dovetail.launch.bench.load.measured import Load, levels_of, row, run, show, with_speedups
+from dovetail.launch.bench.load.served import Reply, ask
 from dovetail.launch.chat.web import Site
 from dovetail.launch.cli import run as command_line
 from dovetail.protocol.errors import UserError

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dovetail.launch.commands import calibrate as command
+from dovetail.launch.commands.calibrate import _parts
 from dovetail.launch.machine import sharding
-from dovetail.launch.machine.calibration_tables import _parts
 from dovetail.launch.machine.cores import lay_out_here
 from dovetail.launch.machine.topology import read_topology
 from dovetail.launch.processes.worker import _opener

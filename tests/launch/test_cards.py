@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from dovetail.launch.machine.cards import Card, read_cards
-from dovetail.launch.machine.examination import examine
-from dovetail.launch.machine.facts import Check, Facts
+from dovetail.launch.machine.examination import Check, Facts, examine
 from dovetail.launch.profiling.samplers import Absent, SysfsCards
 from support.healthy import AMPERE, HEALTHY, inventory
 from support.sysfs import write, write_card, write_cards

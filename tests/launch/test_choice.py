@@ -15,9 +15,8 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 from dovetail.launch.planning.choice import with_choices
-from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import Configuration, configure
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER, blocks_in_words
 from dovetail.protocol.errors import SettingsError
 from support.architectures import write_tiny
 from support.gguf_files import tokens_of, write_gguf

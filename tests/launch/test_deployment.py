@@ -12,23 +12,28 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
+from dovetail.launch import cli
+from dovetail.launch.commands.config import GRAFANA
 from dovetail.launch.files.deployment.containers import (
     READY,
     USER,
+    Part,
     compose_file,
     kubernetes_manifest,
 )
-from dovetail.launch.files.deployment.parts import Part
 from dovetail.launch.files.deployment.systemd import _bound, _quoted, _resources, systemd_units
-from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.fit import memory_limit, needs_of
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.machine.topology import Place
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import KeysError, UserError
 from dovetail.protocol.keys import generate_keys
+from dovetail.runtime.http.exposition import Exposition
 from dovetail.workers.models.checkpoints.footprint import PROCESS_BYTES
 from support import deployed
 from support.deployed import parsed, settings
+from support.golden import representative
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 EXPOSURE = {"http": 1.5, "other": 0.5}
@@ -358,3 +363,52 @@ def test_the_image_has_two_stages_and_runs_as_nobody_in_particular() -> None:
     assert copied == [". /src", "--from=build /opt/dovetail /opt/dovetail"]
     left_out = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().split()
     assert {"keys", "**/api-keys", "**/*.key"} <= {*left_out}
+
+
+METRIC = re.compile(r"\b(?:dovetail_|vllm:)\w+")
+
+
+def exposed() -> set[str]:
+    """Every name that /metrics has once a request was answered."""
+    exposition = Exposition()
+    watch = exposition.watch("demo", 0.0)
+    watch.tokens(1)
+    watch.tokens(1)
+    watch.ended()
+    page = exposition.text(
+        representative()["reported"], "demo", answering=1, connections=1, let_go=1
+    ).decode()
+    return {
+        sample.name for family in text_string_to_metric_families(page) for sample in family.samples
+    }
+
+
+def test_every_metric_of_the_dashboard_is_one_that_is_exposed() -> None:
+    board = json.loads(GRAFANA.read_text(encoding="utf-8"))
+    named = {
+        metric
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for metric in METRIC.findall(target["expr"])
+    }
+    assert len(named) > 20
+    assert named <= exposed()
+
+
+def test_panels_lie_side_by_side_and_have_numbers_of_their_own() -> None:
+    panels = json.loads(GRAFANA.read_text(encoding="utf-8"))["panels"]
+    places = [[panel["gridPos"][axis] for axis in "xywh"] for panel in panels]
+    cells = [
+        (column, row)
+        for x, y, w, h in places
+        for column in range(x, x + w)
+        for row in range(y, y + h)
+    ]
+    assert len(cells) == len({*cells})
+    assert max(column for column, _ in cells) < 24
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_the_dashboard_is_printed_for_grafana_to_import(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["config", "export", "grafana"]) == 0
+    assert json.loads(capsys.readouterr().out)["uid"] == "dovetail"

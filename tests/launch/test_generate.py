@@ -17,16 +17,16 @@ import pytest
 from pydantic import ValidationError
 
 from dovetail.launch import cli
-from dovetail.launch.decoding.request import STOP_CHARACTERS
 from dovetail.launch.decoding.single import (
     NOTHING_PAID,
+    STOP_CHARACTERS,
     other_targets,
     summary,
     without_speculation,
 )
 from dovetail.launch.files.directory import announced
+from dovetail.launch.files.outputs import open_answers
 from dovetail.launch.files.prompts import Prompt, read_prompts
-from dovetail.launch.files.records import open_answers
 from dovetail.launch.processes.connection import Connection, ends_of
 from dovetail.launch.processes.stack import Stack
 from dovetail.launch.processes.supervise import Supervisor

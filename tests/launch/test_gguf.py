@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.workers import kernels
 from support.gguf_files import tokens_of, write_gguf
 

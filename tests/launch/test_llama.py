@@ -14,8 +14,8 @@ from dovetail.launch.bench.contenders import check_methods
 from dovetail.launch.bench.figures import differences_told
 from dovetail.launch.bench.methods import PromptSet, read_method
 from dovetail.launch.bench.turns import Cell
-from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout, lay_out_here
+from dovetail.launch.machine.topology import Place
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import SettingsError, UserError

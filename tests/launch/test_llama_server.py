@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType as Type
 
 from dovetail.launch.bench.contenders import check_methods
 from dovetail.launch.bench.methods import beside_llama_server, read_method
-from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.machine.topology import Place
 from dovetail.launch.settings.configure import Configuration, configure
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from peers.llama.served import ServerOptions, find_program, read_option
 from support.gguf_files import tokens_of, write_gguf

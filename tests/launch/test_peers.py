@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.bench import peers
+from dovetail.launch.bench import methods
 from dovetail.launch.bench.methods import read_method
 from dovetail.launch.machine.cores import lay_out_here
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration, configure
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.settings import Sampling
 from peers.assisted import (
@@ -116,8 +116,8 @@ def test_where_the_draft_is_no_whole_model_the_embedded_one_assists_the_embedded
 def test_an_installation_has_no_peers_and_reports_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "CHECKOUT", tmp_path)
-    peers.peers.cache_clear()
+    monkeypatch.setattr(methods, "CHECKOUT", tmp_path)
+    methods.peers.cache_clear()
     with pytest.raises(UserError, match="--method assisted is part of a checkout"):
         read_method(settings(), "assisted")
-    peers.peers.cache_clear()
+    methods.peers.cache_clear()

@@ -22,7 +22,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from dovetail.launch.processes.stack import layout_of
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.calibration import Calibration, MachineLimits, RowsSeconds
 from dovetail.protocol.profile import ProfileKey, machine_key, update_profile
 from dovetail.protocol.settings import DraftSettings, Settings

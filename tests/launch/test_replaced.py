@@ -16,7 +16,7 @@ import pytest
 from dovetail.launch.commands.swap import as_before, settings_before
 from dovetail.launch.files.directory import announced, note_worker, worker_notes
 from dovetail.launch.processes.replacement import Expected, Newcomer
-from dovetail.launch.processes.worker_settings import (
+from dovetail.launch.processes.worker import (
     before_of,
     flags_of,
     last_before,

@@ -24,7 +24,7 @@ from dovetail.launch.processes.preflight import check_coordinator, check_port
 from dovetail.launch.processes.serving.service import registered
 from dovetail.launch.processes.serving.watch import MOST_RESTARTS
 from dovetail.launch.processes.supervise import LOG_BYTES, Supervisor
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client

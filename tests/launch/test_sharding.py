@@ -28,7 +28,7 @@ from dovetail.launch.machine.sharding import (
 )
 from dovetail.launch.machine.topology import Topology, read_topology
 from dovetail.launch.processes.preflight import check_shards
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.calibration import Calibration, MachineLimits, RowsSeconds
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.links import open_link

@@ -14,7 +14,7 @@ import pytest
 from dovetail.launch.commands.stratify import chart, rounds_of
 from dovetail.launch.processes.stack import Stack
 from dovetail.launch.settings.configure import configure
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.launch.settings.thresholds import draft_facts, read_thresholds, write_thresholds
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import Result, RoundRecord

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from dovetail.launch import cli
-from dovetail.launch.bench.load import table as load_table
-from dovetail.launch.bench.table import COLUMNS, CSV_COLUMNS, SWEPT, show
+from dovetail.launch.bench.figures import COLUMNS, CSV_COLUMNS, SWEPT, show
+from dovetail.launch.bench.load import measured as load_table
 from dovetail.launch.console import terminal
 from dovetail.launch.console.terminal import beside_each_other, counted, explained, progress_bar
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from dovetail.launch.commands.top import _next
 from dovetail.launch.console.screen import MARKS, PAGES, Standing, everything, page
-from dovetail.launch.settings.embedded import DEMO_FOLDER, TARGET_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER, TARGET_FOLDER
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
 from dovetail.runtime.telemetry.live_stats import LiveStats

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.chat.answering import PLAIN
-from dovetail.launch.chat.conversation import Answer, Manner
+from dovetail.launch.chat.answering import PLAIN, Answer, Manner
 from dovetail.launch.chat.web import Site, WebAnswerer, api_key, check_flags
 from dovetail.launch.commands.chat import Chat
 from dovetail.launch.settings.configure import configure

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.machine.binding import Place
+from dovetail.launch.machine.topology import Place
 from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.replacement import wait_for
 from dovetail.launch.processes.worker import place_of, thread_count

@@ -22,18 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dovetail.launch.bench.peers import PeerReply
+from dovetail.launch.bench.methods import PeerReply
 from dovetail.launch.cli import run
 from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import CoreLayout, parse_cores
-from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.machine.topology import Place, bind, format_numbers
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.processes.nursery import THREAD_VARIABLES
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.messages import Result

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.bench.peers import NAMES, Peer, Room
+from dovetail.launch.bench.methods import NAMES, Peer, Room
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_target
+from dovetail.launch.settings.models import with_target
 from dovetail.protocol.settings import Settings
 from dovetail.workers.models.checkpoints.gguf.view import mix_of
 from peers import assisted

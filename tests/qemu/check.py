@@ -13,9 +13,16 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from dovetail.launch.machine.binding import MPOL_DEFAULT, Linux, Place, bind, memory_refusal
 from dovetail.launch.machine.cores import lay_out
-from dovetail.launch.machine.topology import format_numbers, read_topology
+from dovetail.launch.machine.topology import (
+    MPOL_DEFAULT,
+    Linux,
+    Place,
+    bind,
+    format_numbers,
+    memory_refusal,
+    read_topology,
+)
 from dovetail.workers import kernels
 from dovetail.workers.kernels import HUGE_PAGE, Kind, PackedMatrix, shards
 from dovetail.workers.kernels.shards import Shard

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from dovetail.launch.bench.load.measured import Load, run
-from dovetail.launch.bench.load.request import PLAIN_PATH, Reply, ask
+from dovetail.launch.bench.load.served import PLAIN_PATH, Reply, ask
 from dovetail.launch.chat.web import Site
 from dovetail.launch.console.terminal import print_table
 from real.servers import PATIENCE_S, own_places, served

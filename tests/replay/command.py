@@ -8,8 +8,7 @@ import click
 
 from dovetail.launch.cli import run as run_command
 from dovetail.launch.commands.replay import report
-from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import FILE, json_option
+from dovetail.launch.console.help import FILE, HelpCommand, json_option
 from dovetail.launch.console.terminal import counted, spinner
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags

@@ -15,13 +15,21 @@ from typing import NoReturn
 import click
 
 from dovetail.launch.cli import run as run_command
-from dovetail.launch.console.help import NAMES_OF_HELP, HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, FILE, Number, json_instead_of, json_option
+from dovetail.launch.console.help import (
+    COUNT,
+    FILE,
+    NAMES_OF_HELP,
+    HelpCommand,
+    Number,
+    Rare,
+    json_instead_of,
+    json_option,
+)
 from dovetail.launch.console.terminal import counted, explained, print_table
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
+from dovetail.launch.planning.acceptance import read_library
 from dovetail.launch.planning.machines import SIZES, machine_names, read_machine
-from dovetail.launch.planning.recording import read_library
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import DECODING_SECTIONS, DEMONSTRATED, settings_flags
 from dovetail.protocol.errors import UserError

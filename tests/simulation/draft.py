@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dovetail.launch.planning.recording import About, Floats, Ints, Position, Recording
+from dovetail.launch.planning.acceptance import About, Floats, Ints, Position, Recording
 from dovetail.protocol.messages import Open
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.draft import DraftWorker

@@ -1,4 +1,4 @@
-"""The folder of a recording, being written: `dovetail.launch.planning.recording` reads it."""
+"""The folder of a recording, being written: `dovetail.launch.planning.acceptance` reads it."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.launch.planning.recording import ABOUT, SUFFIX, About, Recording, read_about
+from dovetail.launch.planning.acceptance import ABOUT, SUFFIX, About, Recording, read_about
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import refusal, writing
 

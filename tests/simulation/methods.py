@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dovetail.launch.bench.methods import tree_of
-from dovetail.launch.planning.recording import About
+from dovetail.launch.planning.acceptance import About
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration, parse_setting
 from dovetail.protocol.errors import UserError

@@ -7,7 +7,7 @@ Knows nothing of files and tables.
 
 from dataclasses import dataclass
 
-from dovetail.launch.planning.recording import About, Library, Recording
+from dovetail.launch.planning.acceptance import About, Library, Recording
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import (

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, FILE, Number, seed_option
+from dovetail.launch.console.help import COUNT, FILE, HelpCommand, Number, Rare, seed_option
 from dovetail.launch.console.terminal import counted, note, progress_bar, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import check_draft, check_target
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
 from dovetail.launch.settings.flags import DEMONSTRATED, settings_flags
+from dovetail.launch.settings.models import DEMO_FOLDER, with_draft, with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, MAX_WIDTH
 from simulation.folder import Folder

@@ -7,8 +7,8 @@ from typing import Any
 
 from dovetail.launch.bench.sweep import read_sweep
 from dovetail.launch.console.terminal import progress_bar
+from dovetail.launch.planning.acceptance import Library
 from dovetail.launch.planning.machines import read_machine
-from dovetail.launch.planning.recording import Library
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dovetail.launch.files.prompts import Prompt
-from dovetail.launch.planning.recording import About, Position, Recording
+from dovetail.launch.planning.acceptance import About, Position, Recording
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import (

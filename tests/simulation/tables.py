@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import click
 
-from dovetail.launch.bench.table import share
+from dovetail.launch.bench.figures import share
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.files.charts import Curve, draw
 from simulation.runs import COLUMNS, Row

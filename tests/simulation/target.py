@@ -4,7 +4,7 @@ of its passes is made up."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dovetail.launch.planning.recording import About, Recording
+from dovetail.launch.planning.acceptance import About, Recording
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dovetail.launch.console.terminal import progress_bar, spinner
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.planning.recording import Library, Recording
+from dovetail.launch.planning.acceptance import Library, Recording
 from dovetail.launch.processes.stack import begin_stack, layout_of, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration

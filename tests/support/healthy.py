@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dovetail.launch.machine.facts import Facts, Gpu
+from dovetail.launch.machine.examination import Facts, Gpu
 from dovetail.launch.machine.topology import Node, Topology
 from support.sysfs import GIB
 

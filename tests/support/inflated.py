@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dovetail.launch.settings.configure import DEMO_SETTINGS
-from dovetail.launch.settings.embedded import DEMO_FOLDER, TARGET_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER, TARGET_FOLDER
 from dovetail.protocol.files import cache_folder
 from dovetail.protocol.settings import DRAFT_KINDS, byte_count
 

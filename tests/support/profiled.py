@@ -6,10 +6,9 @@ from dataclasses import replace
 from random import Random
 
 from dovetail.launch.planning.planner import Tree
-from dovetail.launch.profiling.evidence import Evidence
+from dovetail.launch.profiling.measured import Evidence, Soundings
 from dovetail.launch.profiling.samplers import Gpu, Process, Sample
 from dovetail.launch.profiling.timeline import Slice
-from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.messages import Role, RoundRecord, SeenRound, SeenWorker, WorkerState
 
 MS = 1_000_000

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.launch.files.records import read_round
+from dovetail.launch.files.outputs import read_round
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 

@@ -17,7 +17,7 @@ from dovetail.launch.processes.stack import (
 )
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import configure
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Failed, Finished, Role
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 
 ROOT = Path(__file__).parents[2]
 UNUSED = ("gguf", "hypothesis", "openai", "pytest", "fastapi")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import (
     Draft,

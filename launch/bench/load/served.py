@@ -1,9 +1,13 @@
 """The server under load: an existing one, by its URL, or our own stack behind the HTTP API, which
 ends with the block."""
 
+import http.client
+import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from dovetail.launch.chat.web import SERVERS, Site, api_key, check_flags, said_to_server
@@ -11,7 +15,175 @@ from dovetail.launch.console.terminal import spinner
 from dovetail.launch.processes.stack import begin_stack, http_arguments, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
-from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.errors import DovetailError, UserError, printable
+
+PATH, PLAIN_PATH = "/v1/chat/completions", "/v1/completions"
+WORDS = ("content", "reasoning_content", "reasoning")
+"""Fields of a streamed choice with text: OpenAI's, llama-server's and older vLLM's, vLLM's."""
+DONE = b"[DONE]"
+BROKEN_OFF = "broken off"  # the error of a stream that ended without [DONE]
+TOO_LONG = "too long"  # the error of a stream that does not end
+MOST_BYTES = 64 << 20
+"""The most bytes that are read of a stream, or of a line of it: more than any reply has."""
+MOST_WORDS = 300  # characters that are kept of a server's error message
+MOST_COUNTED = 1 << 40  # the most tokens that a server can report; a larger number counts as none
+
+
+@dataclass
+class Reply:
+    """A request and its outcome; times are seconds of `time.perf_counter`."""
+
+    number: int
+    began_s: float
+    chunks_s: list[float] = field(default_factory=list)
+    """The time of each chunk that carries text of the model."""
+    ended_s: float = 0.0  # the time of the last event before [DONE]
+    text: str = ""
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""  # the kind of failure, such as "HTTP 429"; empty: none
+    words: str = ""  # the server's own words for it
+
+    @property
+    def prompt_tokens(self) -> int:
+        return _count(self.usage, "prompt_tokens")
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the server had from an earlier request."""
+        details = self.usage.get("prompt_tokens_details")
+        return _count(details, "cached_tokens") if isinstance(details, Mapping) else 0
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the reply, by the server's usage; without it, every chunk counts as one."""
+        return _count(self.usage, "completion_tokens") or len(self.chunks_s)
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds from the request to the last event of the reply."""
+        return self.ended_s - self.began_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first chunk with text; None without text."""
+        return self.chunks_s[0] - self.began_s if self.chunks_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first, (latency - TTFT) / (tokens - 1); None without a second
+        token."""
+        first = self.ttft_s
+        if first is None or self.output_tokens < 2:
+            return None
+        return (self.latency_s - first) / (self.output_tokens - 1)
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Seconds between a chunk and the next, however many tokens they carry."""
+        return [after - before for before, after in pairwise(self.chunks_s)]
+
+
+class _TooLongError(Exception):
+    """A stream does not end."""
+
+
+def ask(
+    site: Site,
+    body: Mapping[str, Any],
+    number: int,
+    clock: Callable[[], float] = time.perf_counter,
+    path: str = PATH,
+) -> Reply:
+    """Stream a completion to its end, or to its error."""
+    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+    reply = Reply(number, clock())
+    reply.ended_s = reply.began_s
+    try:
+        with site.opened("POST", path, content.encode()) as response:
+            if response.status == http.client.OK:
+                texts: list[str] = []
+                try:
+                    _read(reply, texts, response, clock)
+                except _TooLongError:
+                    _fail(reply, TOO_LONG, f"no end after {MOST_BYTES >> 20} MiB of the stream")
+                reply.text = "".join(texts)
+            else:
+                _fail(reply, f"HTTP {response.status}", _said(response.read(MOST_BYTES)))
+    except DovetailError as error:
+        _fail(reply, "connection", str(error))
+    return reply
+
+
+def _read(
+    reply: Reply, texts: list[str], response: http.client.HTTPResponse, clock: Callable[[], float]
+) -> None:
+    """Note what comes, its texts apart: to add to one long text takes ever longer."""
+    for data in _events(response):
+        now_s = clock()
+        if data == DONE:
+            return
+        try:
+            event = json.loads(data)
+        except (ValueError, RecursionError):
+            event = None
+        if not isinstance(event, dict):
+            _fail(reply, "not JSON", data.decode(errors="replace"))
+            return
+        if event.get("error") is not None:
+            _fail(reply, "error in the stream", _said(data))
+            return
+        if (text := _text(event)) is None:
+            _fail(reply, "not a chunk", data.decode(errors="replace"))
+            return
+        usage = event.get("usage")
+        reply.usage = usage if isinstance(usage, dict) else reply.usage
+        reply.ended_s = now_s
+        if text:
+            reply.chunks_s.append(now_s)
+            texts.append(text)
+    _fail(reply, BROKEN_OFF, "the stream ended before its [DONE]")
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield the data of each server-sent event; `_TooLongError` where the stream does not end."""
+    left = MOST_BYTES
+    while line := response.readline(left + 1):
+        left -= len(line)
+        if left < 0:
+            raise _TooLongError
+        if line.startswith(b"data:"):
+            yield line[len(b"data:") :].strip()
+
+
+def _text(event: Mapping[str, Any]) -> str | None:
+    """Return the text of an event, empty for the first chunk of many servers, which has only the
+    role. None: it is not a chunk of a completion."""
+    choices = event.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        return None
+    deltas = [choice.get("delta") or {"content": choice.get("text")} for choice in choices]
+    if not all(isinstance(delta, dict) for delta in deltas):
+        return None
+    return "".join(str(delta.get(name) or "") for delta in deltas for name in WORDS)
+
+
+def _said(content: bytes) -> str:
+    """Return the message of an error in OpenAI's format; of any other, the whole body."""
+    try:
+        told = json.loads(content)["error"]
+        return str(told["message"] if isinstance(told, dict) else told)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return content.decode(errors="replace")
+
+
+def _fail(reply: Reply, error: str, words: str) -> None:
+    reply.error, reply.words = error, printable(" ".join(words.split())[:MOST_WORDS])
+
+
+def _count(told: Mapping[str, Any], name: str) -> int:
+    value = told.get(name)
+    return value if isinstance(value, int) and 0 <= value <= MOST_COUNTED else 0
+
 
 PLAIN, DRAFTED, OTHER = "none", "draft", "server"
 """Methods: our target alone, our target with its draft, any other server as it is."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
-from dovetail.launch.files.deployment.parts import (
+from dovetail.launch.files.deployment.containers import (
     Destination,
     Part,
     keeping,

@@ -15,8 +15,7 @@ from typing import Any
 
 from dovetail.launch.cli import installed_version
 from dovetail.launch.files.directory import runtime_directory
-from dovetail.launch.machine.binding import Place
-from dovetail.launch.machine.topology import Topology, format_numbers, read_topology
+from dovetail.launch.machine.topology import Place, Topology, format_numbers, read_topology
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.catalog import PREFIX
 from dovetail.protocol.errors import DovetailError, UserError

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from dovetail.launch.cli import installed_version
 from dovetail.launch.processes.ray.bundles import bundles_of, why_not
 from dovetail.launch.processes.ray.cluster import Cluster, RemoteSeat
 from dovetail.launch.processes.ray.part import LOOK_EVERY_S, Command, Failed, RemotePart
+from dovetail.launch.processes.ray.replicas import Replicas
 from dovetail.launch.processes.ray.seat import FOLDER, IP
-from dovetail.launch.processes.serving.service import COORDINATOR, HTTP, SiteLost
+from dovetail.launch.processes.serving.service import COORDINATOR, HTTP, Service, SiteLost
 from dovetail.launch.processes.stack import (
     Played,
     coordinator_arguments,
@@ -251,3 +252,31 @@ def check_settings(configuration: Configuration) -> None:
     numa = configuration.settings.target.numa
     if numa != "auto":
         raise UserError(f"target.numa = {numa!r} has no effect with --engine ray: leave it out")
+
+
+def open_services(configuration: Configuration, opened: ExitStack) -> Service | Replicas:
+    """Return the services of the settings, with their placement groups requested; they end with the
+    stack. `UserError` for a cluster that cannot be joined."""
+    settings = configuration.settings.ray
+    cluster = opened.enter_context(Cluster(settings.address))
+    supervisor = opened.enter_context(Supervisor())
+
+    def service(name: str) -> Service:
+        own = _with_own_journal(configuration, name) if name else configuration
+        site = RaySite(supervisor, cluster, own, behind_router=bool(name))
+        return opened.enter_context(Service(opened.enter_context(site), own, name=name))
+
+    if settings.replicas == 1:
+        return service("")
+    services = [service(f"replica {number}") for number in range(1, settings.replicas + 1)]
+    return Replicas(supervisor, services, configuration)
+
+
+def _with_own_journal(configuration: Configuration, name: str) -> Configuration:
+    """Return the settings of one of several services: each gets a subfolder of a journal's
+    folder."""
+    journal = configuration.settings.coordinator.journal
+    if journal in ("auto", "off"):
+        return configuration
+    folder = str(Path(journal) / name.replace(" ", "-"))
+    return configuration.over("the replica's", {"coordinator.journal": folder})

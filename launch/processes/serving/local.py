@@ -23,7 +23,7 @@ from dovetail.launch.processes.stack import (
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.processes.worker import TOLD
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_target
+from dovetail.launch.settings.models import with_target
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.memory import read_room
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.bench.peers import PeerReply
+from dovetail.launch.bench.methods import PeerReply
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_target
+from dovetail.launch.settings.models import with_target
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling, Settings, TargetSettings

@@ -12,8 +12,8 @@ from dovetail.launch.cli import run
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.models import with_target
 
 
 @click.command(cls=HelpCommand)

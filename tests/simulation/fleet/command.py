@@ -8,13 +8,20 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, FILE, Number, json_instead_of, seed_option
+from dovetail.launch.console.help import (
+    COUNT,
+    FILE,
+    HelpCommand,
+    Number,
+    Rare,
+    json_instead_of,
+    seed_option,
+)
 from dovetail.launch.console.terminal import explained, note, print_table, progress_bar
 from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import read_prompts
-from dovetail.launch.planning.recording import read_library
+from dovetail.launch.planning.acceptance import read_library
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError

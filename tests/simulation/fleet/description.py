@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+from dovetail.launch.planning.acceptance import Library
 from dovetail.launch.planning.machines import Weights, read_machine
-from dovetail.launch.planning.recording import Library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import Frozen

@@ -1,16 +1,45 @@
-"""Describes a quantised target, in GGUF files or safetensors: its formats, and what is computed
-from them."""
+"""The embedded models, and which one an empty setting means; what a quantised target, in GGUF files
+or safetensors, is computed from."""
 
 from pathlib import Path
 
-from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.settings import TargetSettings
+from dovetail.protocol.errors import CheckpointError, UserError
+from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings, TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import in_blocks
 from dovetail.workers.models.checkpoints.gguf.view import blocks_kept, mix_of
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
+
+DEMO_FOLDER = Path(__file__).parent.parent / "demo"
+TARGET_FOLDER = DEMO_FOLDER / "target"
+
+
+def with_target(settings: TargetSettings) -> TargetSettings:
+    """`settings` that name a model: the embedded target if they name none."""
+    return settings if settings.model else settings.model_copy(update={"model": str(TARGET_FOLDER)})
+
+
+def with_draft(settings: DraftSettings) -> DraftSettings:
+    """`settings` that name a model, unless their draft has none: the embedded one of their kind if
+    they name none; `UserError` if there is no such head."""
+    if settings.model or not DRAFT_KINDS[settings.kind].own_model:
+        return settings
+    if settings.kind not in HEAD_KINDS:
+        return settings.model_copy(update={"model": str(DEMO_FOLDER / "draft")})
+    folder = head_folder(settings.kind)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"draft.kind = {settings.kind!r}: no such head is embedded; make one with `dovetail "
+            f"train {settings.kind}`, and name its folder with --draft"
+        )
+    return settings.model_copy(update={"model": str(folder)})
+
+
+def head_folder(kind: str) -> Path:
+    return DEMO_FOLDER / "heads" / kind
+
 
 FUNCTIONS = {"fp32": "the file's exact function", "half": "exact for 16-bit files alone"}
 """Weights -> what they compute from a GGUF file; others compute another function."""
