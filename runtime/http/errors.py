@@ -204,7 +204,7 @@ def place(loc: Sequence[str | int]) -> str | None:
     `messages[0].content`."""
     name = ""
     for part in loc[1 : loc.index(KEY) - 1 if KEY in loc else None]:
-        if isinstance(part, int):
+        if isinstance(part, int) or part.isdigit():  # an item, or a key of logit_bias
             name += f"[{part}]" if name else ""
         elif part.isidentifier() and part not in BRANCHES:
             name += f".{part}" if name else part

@@ -6,6 +6,7 @@ one process at a time. Nothing here depends on the content of records.
 """
 
 import fcntl
+import itertools
 import logging
 import os
 import sqlite3
@@ -26,6 +27,7 @@ OWNER_ALONE = 0o700
 FILE, LOCK = "journal.sqlite", "lock"
 LOGGED = f"{FILE}-wal"
 OURS = (FILE, LOGGED, f"{FILE}-shm", LOCK)
+UNREADABLE = f"{FILE}.unreadable"  # what the name of a file that was put aside begins with
 MAGIC, HEAD = b"SQLite format 3\0", 48
 """The beginning of a file, and the bytes that are looked at (https://sqlite.org/fileformat.html)."""
 NEWEST, SCHEMA = 2, 4
@@ -155,21 +157,28 @@ class Database:
         return True
 
     def _renew(self, why: str, rows: Sequence[Stored]) -> None:
-        """Rewrite the file with these rows."""
+        """Rewrite the file with these rows; without any, keep it under another name."""
         self.damaged = True
-        log.error(
-            "%s is damaged (%s): %d records of it are read; replies continue from their last token "
-            "before the damage",
-            self._file,
-            why,
-            len(rows),
-        )
+        if rows:
+            kept = "replies continue from their last token before the damage"
+        else:
+            kept = f"it is kept as {self._put_aside().name}, and a new journal begins"
+        log.error("%s is damaged (%s): %d records are read; %s", self._file, why, len(rows), kept)
         for name in OURS[:3]:
             (self.folder / name).unlink(missing_ok=True)
         self._base = self._open()
         self._base.execute("begin")
         self._base.executemany(INSERT, rows)
         self._base.execute("commit")
+
+    def _put_aside(self) -> Path:
+        """Rename the file and its write-ahead log; return the new name of the file."""
+        names = (self.folder / f"{UNREADABLE}-{number}" for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        self._file.rename(aside)
+        with suppress(FileNotFoundError):
+            (self.folder / LOGGED).rename(f"{aside}-wal")
+        return aside
 
     def _readable(self) -> list[Stored]:
         """Return the rows before the first damaged page and after the last one, in order."""
@@ -304,6 +313,7 @@ def _other(folder: Path) -> str | None:
     """Return a file that does not belong to a journal: another one in a folder without a journal,
     or one of its names that is not a regular file."""
     names = sorted(path.name for path in folder.iterdir())
+    names = [name for name in names if not name.startswith(UNREADABLE)]
     if FILE not in names and (other := next((name for name in names if name not in OURS), None)):
         return other
     ours = (name for name in OURS if name in names)

@@ -379,14 +379,22 @@ def test_a_file_of_another_release_is_refused_by_name_and_stays(
     assert path.read_bytes() == before
 
 
-def test_a_file_that_is_no_database_is_begun_anew_and_that_is_logged(
+def test_a_file_that_is_no_database_is_put_aside_and_that_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = opened(tmp_path / "journal", {FILE: b"something else\n" * 999})
-    assert journal.found == 0
-    assert f"{FILE} is damaged (file is not a database): 0 records" in caplog.text
-    journal.begin(1)
-    assert not journal.failed
+    content = b"something else\n" * 999
+    opened(tmp_path / "journal", {FILE: content}).close(remove=True)
+    (tmp_path / "journal" / FILE).write_bytes(content)
+    for _ in range(2):  # what was put aside is no other program's
+        journal = Journal(Database(tmp_path / "journal"))
+        journal.begin(1)
+        assert not journal.failed
+        journal.close(remove=True)
+    for name in (f"{FILE}.unreadable-1", f"{FILE}.unreadable-2"):
+        assert (tmp_path / "journal" / name).read_bytes() == content
+        assert f"(file is not a database): 0 records are read; it is kept as {name}, " in (
+            caplog.text
+        )
 
 
 def test_a_reply_whose_journal_is_damaged_goes_on_to_the_same_tokens(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ FOREIGN = re.compile("Input should|validation|Field required|String should|valid
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logit_bias": {str(VOCABULARY): 1}}, "logit_bias"),
         ({"logit_bias": {"w5": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
         ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"seed": 1.5}, "seed"),
