@@ -247,13 +247,18 @@ class RowCosts:
         return max(LEAST_SHARE * usual, usual + more_s)
 
     def observe_all(self, passes: Iterable[tuple[int, int]]) -> None:
-        """Record passes as (rows, nanoseconds)."""
+        """Learn from the passes of a proposal, (rows, nanoseconds): the median of equal rows."""
+        durations_ns: dict[int, list[int]] = {}
         for rows, duration_ns in passes:
-            self.observe(rows, duration_ns / 1e9)
+            durations_ns.setdefault(rows, []).append(duration_ns)
+        for rows, alike in durations_ns.items():
+            self.observe(rows, sorted(alike)[(len(alike) - 1) // 2] / 1e9)
 
     def at(self, rows: int, context: float = 0.0, experts: int = 0) -> float:
         """Return the seconds of a pass, 0 if unknown; `experts` 0: not counted."""
-        return self._slowness * self._usual(rows, context, experts)
+        if experts and self.experts is not None:
+            return self._slowness * self._usual(rows, context, experts)
+        return self._slowness * self._table(rows, context).usual[rows]
 
     def up_to(self, most: int, context: float = 0.0) -> Callable[[int], float]:
         """Return a function from rows, at most `most`, to seconds of a pass, for few calls."""

@@ -48,14 +48,14 @@ class Replies:
         emit, fingerprint = left, running.session.fingerprint
         new = fingerprint != running.delivery.fingerprint
         running.delivery.fingerprint = fingerprint
-        drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
         self._post.to_client(
             running.client,
-            Emitted(
+            Emitted.unchecked(
                 epoch=self._epoch,
+                type="emitted",
                 request=running.request,
                 tokens=emit.tokens,
-                drafted=drafted,
+                drafted=(True,) * emit.drafted + (False,) * (len(emit.tokens) - emit.drafted),
                 text=emit.text,
                 logprobs=emit.logprobs,
                 fingerprint=fingerprint if new else "",

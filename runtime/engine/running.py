@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, ParamSpec, TypeVar
 
 from dovetail.protocol.messages import (
@@ -32,6 +33,7 @@ from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Account, RoundTimes, extent_ns
 
 P = ParamSpec("P")
+START = itemgetter(1)  # the start of a span, in nanoseconds
 Actions = TypeVar("Actions", bound=Sequence[Action])
 Heard = Callable[[str, Sequence[Any], Sequence[Action], BaseException | None], None]
 """Receives an event of a session: name, arguments, and its actions or exception."""
@@ -125,6 +127,8 @@ class RunningRequest:
     observing: EventLog | None = None  # receives the accounts of its time
     notes: deque[Callable[[], object]] = field(default_factory=deque)
     """The coordinator's bookkeeping, deferred until workers have their commands."""
+    own_spans: list[Span] = field(default_factory=list)
+    """The coordinator's spans since the last awaited answer, recorded with the next one."""
     recorded: Heard | None = None  # called with every event of the session
     times: RoundTimes = field(default_factory=RoundTimes)  # times of the current round
     opened_ns: int | None = None
@@ -256,26 +260,28 @@ class RunningRequest:
             times.target_hop_ns += waited - worked
         if self.observing is not None:
             hops = self.mark_ns, now_ns, waited - worked
-            self.notes.append(partial(self._note_hops, session.round, worker, spans, *hops))
+            own, self.own_spans = self.own_spans, []
+            self.notes.append(partial(self._note_hops, session.round, own, worker, spans, *hops))
         self.mark_ns, self.sent = now_ns, False
 
     def _note_hops(
         self,
         round: int,
+        own: list[Span],
         worker: Worker,
         spans: Sequence[Span],
         left_ns: int,
         back_ns: int,
         hops_ns: int,
     ) -> None:
-        """Record the transit times of a round's command and answer, separated by the worker's start
-        time as far as its clock is known."""
+        """Record our own spans of a round, and the travel times of its command and of its answer,
+        separated by the worker's start time as far as its clock is known."""
         assert self.observing is not None
-        began_ns = min((start for _, start, _ in spans), default=0) - worker.clock.ahead_ns
+        began_ns = min(map(START, spans), default=0) - worker.clock.ahead_ns
         there_ns = min(max(0, began_ns - left_ns), hops_ns)
         return_ns = hops_ns - there_ns
         hops = ("link", left_ns, there_ns), ("link", back_ns - return_ns, return_ns)
-        self.observing.add_ours(hops, self.session.number, round)
+        self.observing.add_ours([*own, *hops], self.session.number, round)
 
     def interrupted(self, now_ns: int) -> None:
         """Note that the session no longer waits for its answer."""
@@ -379,20 +385,15 @@ class RunningRequest:
         """Note that the session has ended; time since its last round belongs to no round."""
         self.session.accounts.add("coordinator", now_ns - self.mark_ns)
         if self.observing is not None:
-            self.observing.add_ours(
-                (("handle", self.mark_ns, now_ns - self.mark_ns),), self.session.number
-            )
+            last = "handle", self.mark_ns, now_ns - self.mark_ns
+            self.observing.add_ours([*self.own_spans, last], self.session.number)
 
     def _spend(self, account: Account, now_ns: int) -> None:
         """Charge the time since the mark to an account, and record it for observers."""
         self.session.accounts.add(account, now_ns - self.mark_ns)
         self._time(account, now_ns - self.mark_ns)
         if self.observing is not None:
-            span = SPAN_OF[account], self.mark_ns, now_ns - self.mark_ns
-            session = self.session
-            self.notes.append(
-                partial(self.observing.add_ours, (span,), session.number, session.round)
-            )
+            self.own_spans.append((SPAN_OF[account], self.mark_ns, now_ns - self.mark_ns))
         self.mark_ns = now_ns
 
     def _time(self, account: Account, duration_ns: int) -> None:

@@ -248,32 +248,34 @@ class CommandSender:
         self, worker: Worker, message: Message, sessions: Sequence[int], size: int, left_ns: int
     ) -> None:
         """Note for its sessions that a command was sent."""
-        if isinstance(message, Open) and (base := base_of(message)) is not None:
-            worker.shelf.taken(message.session, base)
-        if isinstance(message, Draft | Drafts | Verify):
-            shared = len(sessions) if isinstance(message, Drafts) else 1
-            worker.traffic.order_bytes = size // shared
-        worker.prompts += isinstance(message, Open | Feed | Refeed | Read)
-        if isinstance(message, Open | Refeed | Read):
-            worker.alone_rows = rows_read(message)
-        passing = None
-        if isinstance(message, Verify):
-            worker.held_until_ns = None
-            passing = worker.passing = pass_of(message)
-            worker.prompts += passing.read > 0
+        each, passing, items = size // len(sessions), None, ()
+        match message:
+            case Verify(items=items):
+                worker.held_until_ns, worker.traffic.order_bytes = None, size
+                passing = worker.passing = pass_of(message)
+                worker.prompts += passing.read > 0
+            case Draft() | Drafts():
+                worker.traffic.order_bytes = each
+            case Feed():
+                worker.prompts += 1
+            case Open() | Refeed() | Read():
+                worker.prompts += 1
+                worker.alone_rows = rows_read(message)
+                if isinstance(message, Open) and (base := base_of(message)) is not None:
+                    worker.shelf.taken(message.session, base)
         for place, number in enumerate(sessions):
             if (running := self._running.get(number)) is None:
                 continue
             try:
-                if isinstance(message, Verify) and place >= len(message.items):
-                    running.reads_on(left_ns, size // len(sessions))
+                if passing is not None and place >= len(items):
+                    running.reads_on(left_ns, each)
                     continue
-                if isinstance(message, Verify) and passing is not None:
-                    _passing(running, message.items[place], passing.rows, passing.context)
+                if passing is not None:
+                    _passing(running, items[place], passing.rows, passing.context)
                 if isinstance(message, Feed):
                     running.passed_on(size)
                 elif running.awaits(worker, message):
-                    running.left(left_ns, size // len(sessions))
+                    running.left(left_ns, each)
             except BaseException as error:
                 self._acts.broken(running, error)
 

@@ -88,7 +88,11 @@ class Shared:
     def keep_books(self) -> None:
         """Do the deferred bookkeeping; errors are logged."""
         while self.notes:
-            aside(self.notes.popleft())
+            aside(self._keep_books)
+
+    def _keep_books(self) -> None:
+        while self.notes:
+            self.notes.popleft()()
 
     @property
     def epoch(self) -> int:

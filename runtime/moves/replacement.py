@@ -1,7 +1,19 @@
-"""The change of workers in progress, if any: carries out the decisions of `steps.py` on the
-coordinator's workers and sessions. A client requests it and receives its progress."""
+"""The change of workers in progress, if any: one replaces another, joins, or leaves. A client
+requests it and receives its progress.
 
-from collections.abc import Callable, Mapping, Sequence
+A newcomer is on standby. It is tested with short sessions, then promoted: new sessions go to it and
+none to the old worker. Those of the old one move: from a draft at their next round; from a target
+one after the other, so that none waits longer than the prefill of its own log; those that may not
+move, or have not begun, end where they are. When none is left and the newcomer is ready for all
+sessions given to it, the old worker is dismissed. If the newcomer fails before that, the old one
+stays and the newcomer is dismissed; a promoted target leaves in the same way as the old one would
+have, since only it can end what it has begun. A worker that leaves without a newcomer follows the
+same steps, without the trials."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import (
@@ -9,6 +21,7 @@ from dovetail.protocol.messages import (
     Dismissed,
     Engage,
     Failed,
+    Finished,
     Message,
     Progressed,
     Role,
@@ -22,23 +35,71 @@ from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
-from dovetail.runtime.moves.steps import (
-    Action,
-    Change,
-    End,
-    Keep,
-    LetGo,
-    Move,
-    Party,
-    Phase,
-    Redirect,
-    Say,
-    Standing,
-    TakeBack,
-    Try,
-)
-from dovetail.runtime.moves.trials import Trials
+from dovetail.runtime.moves.trials import Trial, TrialName, Trials
+from dovetail.runtime.session.comparison import first_difference
 from dovetail.runtime.session.state import State
+
+SILENT_NS = 30_000_000_000
+"""Nanoseconds without a token of any trial after which the newcomer has failed."""
+
+Standing = Literal["held", "movable", "coming", "over"]
+"""A session's standing: on the old worker, to stay or go; moving; on another one."""
+
+
+class Phase(Enum):
+    TRYING = "trying"
+    MOVING = "moving"
+    OVER = "over"
+
+
+@dataclass(eq=False)
+class Change:
+    """A change of workers."""
+
+    role: Role
+    newcomer: Worker | None
+    old: Worker | None
+    client: ClientPeer | None
+    request: int
+    heard_ns: int  # when a trial last made progress
+    trials: list[Trial]
+    """Of a target: alone, with a draft, and `before` on its equal; of a draft: one."""
+    phase: Phase = Phase.TRYING
+    old_lost: bool = False  # True if the old worker has disconnected
+    longest_pause_ns: int = 0
+    ends: dict[TrialName, Finished] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
+    """Sessions of the old worker; `asked`: those that must leave, `gone`: those that did."""
+    asked: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    waits: bool = False  # True once it was reported that sessions end where they are
+    failure: str = ""  # why the newcomer is withdrawn
+    reading: set[tuple[bytes, int]] = field(default_factory=set)
+    """Requests that were being read for the old target when it was to get no more."""
+    log: Reading | None = None
+    """The log of the session that moves next, prefilled ahead by its new target."""
+
+    @property
+    def leaver(self) -> Worker | None:
+        """The old worker while it is there."""
+        return None if self.old_lost else self.old
+
+    @property
+    def words(self) -> str:
+        """The change in progress, for `status`."""
+        if self.newcomer is None:
+            return f"{self.old.name if self.old is not None else 'a worker'} leaves"
+        place = f" takes the place of {self.leaver.name}" if self.leaver is not None else " joins"
+        tested = ", it is being tested" if self.phase is Phase.TRYING else ""
+        return f"{self.newcomer.name}{place}{tested}"
+
+    def failed(self, why: str) -> str:
+        """Return what happened to the newcomer, and why."""
+        assert self.newcomer is not None
+        in_place = self.phase is Phase.MOVING
+        what = "was in place and was removed again" if in_place else "was not put in place"
+        stays = f"; {self.leaver.name} stays" if self.leaver is not None else ""
+        return f"{self.newcomer.name} {what}: {why}{stays}"
 
 
 class Changes:
@@ -59,16 +120,8 @@ class Changes:
         self._service, self._epoch = service, service.epoch
         self._running, self._registry = running, registry
         self._moving, self._ahead, self._acts = moving, ahead, acts
-        self._log: Reading | None = None
-        """The log of the session that moves next, prefilled ahead by its new target."""
         self._change: Change | None = None
-        self._client: ClientPeer | None = None
-        self._request = 0
-        self._newcomer: Worker | None = None
-        self._old: Worker | None = None
         self._trials = Trials(service.epoch, registry, placement, acts, clock_ns)
-        self._reading: set[tuple[bytes, int]] = set()
-        """Requests that were being read for the old target when it was to get no more."""
 
     @property
     def under_way(self) -> bool:
@@ -96,13 +149,13 @@ class Changes:
                 "place of",
             )
         self._registry.check_place(newcomer)
-        change = Change(
-            role,
-            _party(newcomer),
-            _party(old) if old is not None else None,
-            self._trials.plan(newcomer, role, old),
-        )
-        self._begin(change, client, asked.request, newcomer, old, now_ns)
+        trials = self._trials.plan(newcomer, role, old)
+        change = Change(role, newcomer, old, client, asked.request, now_ns, trials)
+        self._change = change
+        self._say(change, f"{newcomer.name} is tested")
+        for trial in [*trials]:
+            if self._change is change:
+                self._trials.begin(trial)
 
     def dismiss(self, client: ClientPeer, asked: Dismiss, now_ns: int) -> None:
         """Begin to drain a worker; raise `RequestError` with the reason of a refusal."""
@@ -130,7 +183,8 @@ class Changes:
                 f"sessions ({numbers}): wait until they have ended, or end them with --last"
             )
             raise RequestError("swap", text)
-        self._begin(Change(role, None, _party(old)), client, asked.request, None, old, now_ns)
+        self._change = Change(role, None, old, client, asked.request, now_ns, [])
+        self._move_over(self._change)
 
     def _check_free(self) -> None:
         if self._change is not None:
@@ -149,249 +203,288 @@ class Changes:
             )
         return worker
 
-    def _begin(
-        self,
-        change: Change,
-        client: ClientPeer,
-        request: int,
-        newcomer: Worker | None,
-        old: Worker | None,
-        now_ns: int,
-    ) -> None:
-        self._change, self._client, self._request, self._newcomer, self._old = (
-            change,
-            client,
-            request,
-            newcomer,
-            old,
-        )
-        self._perform(change.begin(now_ns))
-
     # -- what happens ------------------------------------------------------------------------------
 
     def step(self, now_ns: int) -> None:
         """Advance the change after an event or a tick."""
         if self._change is not None and self._trials.heard():
-            self._change.heard(now_ns)
+            self._change.heard_ns = now_ns
         for name, end, drafted in self._trials.ended():
-            if self._change is not None:
-                self._perform(self._change.tried(name, end, drafted=drafted))
-        if self._change is not None:
-            self._perform(self._change.look(now_ns))
-        if (
-            self._change is not None
-            and self._change.phase is Phase.MOVING
-            and not self._still_reading()
-        ):
-            self._perform(
-                self._change.step(
-                    {
-                        running.session.number: self._standing(running)
-                        for running in self._running.values()
-                        if not running.trial
-                    }
-                )
-            )
+            if self._change is not None and self._change.phase is Phase.TRYING:
+                self._tried(self._change, name, end, drafted=drafted)
+        if (change := self._change) is not None and change.phase is Phase.TRYING:
+            if now_ns - change.heard_ns > SILENT_NS:
+                self._fail(change, f"its trial made no progress for {SILENT_NS // 10**9} s")
+        elif change is not None and change.phase is Phase.MOVING and not self._reads(change):
+            self._move_on(change)
 
     def break_off(self, why: str) -> None:
         """End a change after an internal error: the old worker stays, the newcomer goes."""
-        if self._old is not None:
-            self._old.leaving = False
+        if (change := self._change) is None:
+            return
+        if change.old is not None:
+            change.old.leaving = False
         self._trials.abandon()
-        if self._newcomer is not None and self._newcomer.standby:
-            self._acts.let_go(self._newcomer)
-        self._end(f"the change was abandoned because the coordinator failed ({why}); see its log")
+        if change.newcomer is not None and change.newcomer.standby:
+            self._acts.let_go(change.newcomer)
+        self._end(
+            change, f"the change was abandoned because the coordinator failed ({why}); see its log"
+        )
 
     def lost(self, worker: Worker, why: str) -> None:
-        """Handle the loss of a worker."""
-        if self._change is not None:
-            self._perform(self._change.lost(worker.peer, f"it {why}"))
+        """Handle the loss of a worker. The sessions of an old one continue as after any loss."""
+        if (change := self._change) is None or change.phase is Phase.OVER:
+            return
+        if worker is change.newcomer:
+            self._fail(change, f"it {why}")
+        elif worker is change.old:
+            change.old_lost = True
 
     def failed(self, running: RunningRequest, worker: Worker, why: str) -> bool:
         """Note a worker's failure; return whether it is a newcomer that is taken back."""
-        if self._change is None or running.trial:
-            return False
-        actions = self._change.failed(
-            worker.peer, f"it failed in session {running.session.number}: {why}"
+        return (
+            self._change is not None
+            and not running.trial
+            and worker is self._change.newcomer
+            and self._undo(self._change, f"it failed in session {running.session.number}: {why}")
         )
-        self._perform(actions)
-        return bool(actions)
 
     def client_lost(self, client: ClientPeer) -> None:
-        """Handle the loss of the client that requested the change."""
-        if self._change is not None and client is self._client:
-            self._client = None
-            self._perform(self._change.abandoned())
+        """Handle the loss of the client that requested the change; begun moves are completed."""
+        if (change := self._change) is not None and client is change.client:
+            change.client = None
+            if change.phase is Phase.TRYING:
+                self._fail(change, "the client that requested it disconnected")
 
     def paused(self, pause_ns: int) -> None:
         """Note how long a client has waited for its next token."""
         if self._change is not None:
             self._change.longest_pause_ns = max(self._change.longest_pause_ns, pause_ns)
 
-    def _still_reading(self) -> bool:
-        """Return whether a request for the leaving worker is still being read."""
-        self._reading = {
-            (peer, request)
-            for peer, request in self._reading
-            if (client := self._registry.clients.get(peer)) is not None
-            and request in client.reading
-        }
-        return bool(self._reading)
+    # -- the trials --------------------------------------------------------------------------------
 
-    def _standing(self, running: RunningRequest) -> Standing:
-        assert self._change is not None
-        if self._change.role == "draft":
-            return (
-                "movable"
-                if running.draft is self._old is not None
-                else "coming"
-                if running.joining
-                else "over"
-            )
-        if running.loss is not None and self._stranded(running):
-            return "held"
-        if running.target is not self._old or running.loss is not None:
-            return "coming" if running.session.state in (State.WAITING, State.OPENING) else "over"
-        begun = running.session.state in (State.DRAFTING, State.VERIFYING)
-        return "movable" if begun and self._refuge(running) is not None else "held"
-
-    def _stranded(self, running: RunningRequest) -> bool:
-        """Return whether a session has lost its target and cannot continue on the newcomer."""
-        newcomer = self._newcomer if self._old is None else None
-        return newcomer is not None and not self._moving.suits(running, newcomer)
-
-    # -- what follows ------------------------------------------------------------------------------
-
-    def _perform(self, actions: Sequence[Action]) -> None:
-        """Carry out actions until the change is over."""
-        change = self._change
-        for action in actions:
-            if self._change is not change:
+    def _tried(
+        self, change: Change, name: TrialName, end: Finished | Failed, *, drafted: bool
+    ) -> None:
+        """End a trial. `drafted`: whether its draft answered correctly to the end."""
+        if isinstance(end, Failed) and name == "before":  # the target for comparison
+            change.trials = [trial for trial in change.trials if trial.name != "before"]
+        elif isinstance(end, Failed):
+            self._fail(change, f"its trial failed: {end.text}")
+            return
+        elif name == "drafted" and not drafted:
+            nothing = "it offered nothing that its target could read"
+            unread = "it could not verify what was drafted for it"
+            self._fail(change, nothing if change.role == "draft" else unread)
+            return
+        else:
+            change.ends[name] = end
+            if why := _contradiction(change.ends, name, end):
+                self._fail(change, why)
                 return
-            match action:
-                case Try(trial):
-                    self._trials.begin(trial)
-                case Redirect():
-                    self._put_in_place()
-                case Move(session):
-                    self._move(session)
-                case Keep():
-                    if self._old is not None:
-                        self._old.leaving = False
-                case TakeBack():
-                    self._take_back()
-                case LetGo(party):
-                    self._let_go(party)
-                case Say(text):
-                    self._acts.decide(text)
-                    self._answer(Progressed(epoch=self._epoch, request=self._request, text=text))
-                case End(why):
-                    self._end(why)
+        if len(change.ends) == len(change.trials):
+            self._move_over(change)
 
-    def _put_in_place(self) -> None:
+    # -- the sessions ------------------------------------------------------------------------------
+
+    def _move_over(self, change: Change) -> None:
         """Give sessions to the newcomer and none to the old worker, if it still fits."""
-        if self._old is not None:
-            self._old.leaving = True
-            self._reading = {
-                (client.peer, request)
-                for client in self._registry.clients.values()
-                for request in client.reading
-            }
-        if self._newcomer is None or self._change is None:
+        change.phase, newcomer = Phase.MOVING, change.newcomer
+        if change.old is not None:
+            change.old.leaving = True
+            change.reading = self._read_now()
+        if newcomer is None:
             return
         try:
-            self._registry.check_place(self._newcomer)
+            self._registry.check_place(newcomer)
         except RequestError as misfit:
-            self._perform(self._change.failed(self._newcomer.peer, str(misfit)))
-            return
-        self._newcomer.standby = False
-        self._registry.engaged.add(self._newcomer.process)
-        self._acts.send(self._newcomer, Engage(epoch=self._epoch))
-        self._acts.join(self._newcomer)
+            self._undo(change, str(misfit))
+        else:
+            newcomer.standby = False
+            self._registry.engaged.add(newcomer.process)
+            self._acts.send(newcomer, Engage(epoch=self._epoch))
+            self._acts.join(newcomer)
+        if self._change is change:
+            self._say(change, f"{newcomer.name} is in place")
 
-    def _take_back(self) -> None:
-        """Swap old worker and newcomer again."""
-        assert self._old is not None
-        assert self._newcomer is not None
-        kept, self._old, self._newcomer = self._old, self._newcomer, None
-        kept.leaving, self._old.leaving = False, True
-        self._reading = {
-            (client.peer, request)
-            for client in self._registry.clients.values()
-            for request in client.reading
+    def _read_now(self) -> set[tuple[bytes, int]]:
+        clients = self._registry.clients.values()
+        return {(client.peer, request) for client in clients for request in client.reading}
+
+    def _reads(self, change: Change) -> bool:
+        """Return whether a request for the leaving worker is still being read."""
+        change.reading &= self._read_now()
+        return bool(change.reading)
+
+    def _move_on(self, change: Change) -> None:
+        """Have sessions leave the old worker; end the change once all have."""
+        standings = {
+            number: self._standing(change, running)
+            for number, running in self._running.items()
+            if not running.trial
         }
-        self._acts.join(kept)
+        here = [number for number, standing in standings.items() if standing in ("held", "movable")]
+        change.held |= set(here)
+        change.gone |= {
+            number for number in change.held if standings.get(number) in ("coming", "over")
+        }
+        coming = any(standings.get(number) == "coming" for number in change.gone)
+        if not here and not coming:
+            change.phase = Phase.OVER
+            if change.leaver is not None:
+                self._let_go(change.leaver)
+            if self._change is change:
+                self._end(change, change.failure)
+            return
+        movable = [number for number in here if standings[number] == "movable"]
+        if change.role == "draft":
+            moves = [number for number in movable if number not in change.asked]
+        else:
+            moves = [] if coming else movable[:1]
+        change.asked |= set(moves)
+        for number in moves:
+            if self._change is change:
+                self._move(change, self._running[number])
+        if self._change is change and here and not (movable or coming or change.waits):
+            change.waits = True
+            if change.leaver is not None:
+                self._say(change, f"sessions that end on {change.leaver.name}: {len(here)}")
+            else:
+                numbers = ", ".join(map(str, sorted(here)))
+                self._say(change, f"sessions waiting for a lost target: {numbers}")
 
-    def _move(self, number: int) -> None:
-        running = next(
-            running for running in self._running.values() if running.session.number == number
-        )
-        if running.draft is self._old:
+    def _standing(self, change: Change, running: RunningRequest) -> Standing:
+        if change.role == "draft":
+            if running.draft is change.old is not None:
+                return "movable"
+            return "coming" if running.joining else "over"
+        if running.loss is not None and self._stranded(change, running):
+            return "held"
+        if running.target is not change.old or running.loss is not None:
+            return "coming" if running.session.state in (State.WAITING, State.OPENING) else "over"
+        begun = running.session.state in (State.DRAFTING, State.VERIFYING)
+        return "movable" if begun and self._refuge(change, running) is not None else "held"
+
+    def _stranded(self, change: Change, running: RunningRequest) -> bool:
+        """Return whether a session has lost its target and cannot continue on the newcomer."""
+        newcomer = change.newcomer if change.old is None else None
+        return newcomer is not None and not self._moving.suits(running, newcomer)
+
+    def _move(self, change: Change, running: RunningRequest) -> None:
+        if running.draft is change.old:
             self._moving.change_draft(running)
-        elif (target := self._refuge(running)) is not None and not (
-            self._reads_ahead(running, target)
+        elif (target := self._refuge(change, running)) is not None and not (
+            self._reads_ahead(change, running, target)
         ):
             self._moving.move(running, target)
 
-    def _refuge(self, running: RunningRequest) -> Worker | None:
+    def _refuge(self, change: Change, running: RunningRequest) -> Worker | None:
         """Return the target that a session moves to: the one that already prefills its log, if
         any."""
-        log = self._log
+        log = change.log
         if log is not None and log.running is running and log.new.available:
             return log.new
         return self._moving.refuge(running)
 
-    def _reads_ahead(self, running: RunningRequest, target: Worker) -> bool:
+    def _reads_ahead(self, change: Change, running: RunningRequest, target: Worker) -> bool:
         """Have a target read a moving session's log; return whether it still does."""
-        log = self._log
-        known = log is not None and (log.running, log.new) == (running, target)
-        if log is not None and known:
+        log = change.log
+        if log is not None and (log.running, log.new) == (running, target):
             if log.heard is None:
                 return True
             if isinstance(log.heard, Failed) or not self._ahead.lags(log):
                 return False
         self._ahead.abandon(log)
-        self._log = None
+        change.log = None
         if self._ahead.able(running, target):
-            self._log = self._ahead.begin(running, target)
-        return self._log is not None
+            change.log = self._ahead.begin(running, target)
+        return change.log is not None
 
-    def _let_go(self, party: Party) -> None:
+    # -- what goes wrong ---------------------------------------------------------------------------
+
+    def _undo(self, change: Change, why: str) -> bool:
+        """Undo a change whose newcomer has failed in the place of another; return whether it was
+        there. A promoted target leaves as the old one was to."""
+        kept, newcomer = change.leaver, change.newcomer
+        if change.phase is not Phase.MOVING or newcomer is None or kept is None:
+            return False
+        if change.role == "draft":
+            self._fail(change, why)
+            return True
+        change.failure, change.newcomer, change.old = change.failed(why), None, newcomer
+        change.held, change.asked, change.gone, change.waits = set(), set(), set(), False
+        kept.leaving, newcomer.leaving = False, True
+        change.reading = self._read_now()
+        self._acts.join(kept)
+        if self._change is change:
+            self._say(change, f"{newcomer.name} is withdrawn: {why}")
+        return True
+
+    def _fail(self, change: Change, why: str) -> None:
+        """Dismiss the newcomer, and end the change; the old worker stays."""
+        assert change.newcomer is not None
+        failure = change.failed(why)
+        if change.phase is Phase.MOVING and change.old is not None:
+            change.old.leaving = False
+        change.phase = Phase.OVER
+        self._let_go(change.newcomer)
+        if self._change is change:
+            self._end(change, failure)
+
+    def _let_go(self, worker: Worker) -> None:
         self._trials.abandon()
-        if (worker := self._registry.workers.get(party.peer)) is not None:
+        if self._registry.workers.get(worker.peer) is worker:
             self._acts.let_go(worker)
 
-    def _end(self, why: str) -> None:
+    # -- what is reported --------------------------------------------------------------------------
+
+    def _say(self, change: Change, text: str) -> None:
+        """Report a phase of the change."""
+        self._acts.decide(text)
+        self._answer(change, Progressed(epoch=self._epoch, request=change.request, text=text))
+
+    def _end(self, change: Change, why: str) -> None:
         """Report the outcome; the next change may begin."""
-        assert self._change is not None
-        change, about = self._change, {"epoch": self._epoch, "request": self._request}
-        self._ahead.abandon(self._log)
-        self._log = None
-        what = {
-            "moved": change.moved,
-            "stayed": change.stayed,
+        self._ahead.abandon(change.log)
+        self._change = None
+        figures = {
+            "epoch": self._epoch,
+            "request": change.request,
+            "moved": len(change.gone),
+            "stayed": len(change.held) - len(change.gone),
             "longest_pause_s": change.longest_pause_ns / 1e9,
         }
         if why:
             self._acts.decide(why)
-            self._answer(Failed(epoch=self._epoch, session=self._request, code="swap", text=why))
-        elif self._newcomer is not None:
-            self._answer(Swapped.model_validate({**about, **what}))
+            failed = Failed(epoch=self._epoch, session=change.request, code="swap", text=why)
+            self._answer(change, failed)
+        elif change.newcomer is not None:
+            self._answer(change, Swapped.model_validate(figures))
         else:
-            if self._old is not None:
-                self._service.drained.update(self._old.hello.roles)
-            self._acts.decide(
-                f"{self._old.name if self._old is not None else 'a worker'} was removed"
-            )
-            self._answer(Dismissed.model_validate({**about, **what}))
-        self._change = self._client = self._newcomer = self._old = None
+            if change.old is not None:
+                self._service.drained.update(change.old.hello.roles)
+                self._acts.decide(f"{change.old.name} was removed")
+            self._answer(change, Dismissed.model_validate(figures))
         self._trials.forget()
-        self._reading.clear()
 
-    def _answer(self, message: Message) -> None:
-        if self._client is not None:
-            self._acts.reply(self._client, message)
+    def _answer(self, change: Change, message: Message) -> None:
+        if change.client is not None:
+            self._acts.reply(change.client, message)
 
 
-def _party(worker: Worker) -> Party:
-    return Party(worker.peer, worker.name)
+def _contradiction(ends: Mapping[TrialName, Finished], name: TrialName, end: Finished) -> str:
+    """Return why an answer contradicts the others, near-ties excepted, or ""."""
+    for other_name, other in ends.items():
+        parted = first_difference(end, other)
+        if parted is None or parted.near_tie:
+            continue
+        if "before" in (name, other_name):
+            return (
+                "it has the fingerprint of a registered target, but chooses different tokens from "
+                f"token {parted.position} on"
+            )
+        return (
+            "with a draft it chooses different tokens than without, from token "
+            f"{parted.position} on"
+        )
+    return ""

@@ -2,9 +2,11 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Literal
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Failed, Finished, Hello, Message, Role, Submit
@@ -15,7 +17,6 @@ from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.moves.steps import Trial, TrialName
 
 COMMON = 1024
 """A trial's tokens are among the first this many of a vocabulary, which are the most frequent."""
@@ -23,6 +24,18 @@ PLACES = (0.5, 0.625, 0.75)
 TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
 TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 """A policy that every kind of draft supports, and that drafts whether it pays off or not."""
+
+
+TrialName = Literal["alone", "drafted", "before"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short session for the newcomer: a fixed request, on these workers alone."""
+
+    name: TrialName
+    target: bytes
+    draft: bytes | None = None
 
 
 class Trials:
@@ -66,7 +79,7 @@ class Trials:
         """Forget the trials that have ended."""
         self._ended.clear()
 
-    def plan(self, newcomer: Worker, role: Role, old: Worker | None) -> Sequence[Trial]:
+    def plan(self, newcomer: Worker, role: Role, old: Worker | None) -> list[Trial]:
         """Return a newcomer's trials: as a draft for the present target; as a target alone, with
         the draft, and against its equal."""
         if role == "draft":

@@ -35,7 +35,7 @@ from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.fleet.liveness import DEAF
-from dovetail.runtime.moves.steps import Change
+from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.event_log import EventLog
@@ -405,7 +405,7 @@ def test_a_change_of_workers_at_which_the_coordinator_fails_is_broken_off_and_sa
     newcomer = house.add(ScriptedDraft, "draft", standby=True, name="newcomer", pid=2)
     assert house.draft is not None
     with monkeypatch.context() as patch:
-        patch.setattr(Change, "look", lambda *_: {}["x"])
+        patch.setattr(Changes, "_tried", lambda *_, **__: {}["x"])
         house.client.swap(newcomer.epoch, house.draft.epoch)
         said = house.replies()
     assert isinstance(said[-1], Failed)

@@ -34,7 +34,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.control.on_off import OnOff
 from dovetail.runtime.moves.reading_ahead import MOST_LAG
-from dovetail.runtime.moves.steps import SILENT_NS
+from dovetail.runtime.moves.replacement import SILENT_NS
 from support.cases import everyday
 from support.houses import House
 from support.scripted import (
