@@ -122,8 +122,10 @@ def pass_of(message: Verify) -> Pass:
     )
 
 
-def observe_pass(worker: Worker, passed: Pass, event: Verified) -> None:
-    """Learn the cost of a pass, or, if it read rows of logs, the cost of these."""
+def observe_pass(worker: Worker, passed: Pass, event: Verified, size: int) -> None:
+    """Learn the cost of a pass, or, if it read rows of logs, the cost of these. `size`: bytes of
+    its command and answer."""
+    worker.traffic.answered(size, len(event.items))
     seconds, worker.context = extent_ns(event.spans) / 1e9, passed.context
     if not passed.read:
         for _ in event.items:  # a round of each, as in `round_s`

@@ -212,7 +212,7 @@ class WorkerEvents:
 
     def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:
         running = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
-        worker.traffic.answered(worker.traffic.order_bytes + size, 1)
+        self._notes.append(partial(worker.traffic.answered, worker.traffic.order_bytes + size, 1))
         if not running.session.wants_proposal(event.round):
             running.controller.late(event)
             raise StaleError(
@@ -307,8 +307,8 @@ class WorkerEvents:
         if worker.passing is None or not any(item.session in owed for item in event.items):
             return
         passed, worker.passing = worker.passing, None
-        worker.traffic.answered(size + worker.traffic.order_bytes, len(event.items))
-        self._notes.append(partial(observe_pass, worker, passed, event))
+        size += worker.traffic.order_bytes
+        self._notes.append(partial(observe_pass, worker, passed, event, size))
         if not worker.verifying.profiled:  # the next round may be one that measures the target
             self._shared.keep_books()
 

@@ -159,9 +159,9 @@ def test_the_sessions_of_passes_are_counted_by_rounds_as_their_seconds_are() -> 
     target = worker("target")
     for sessions in [1] * 50 + [8] * 6 + [1, 8] * 9:
         event: Any = SimpleNamespace(items=range(sessions), spans=(), experts=0)
-        observe_pass(target, Pass(sessions, 100.0, 0), event)
+        observe_pass(target, Pass(sessions, 100.0, 0), event, 0)
         for _ in range(sessions):
             target.round_s.add(sessions * ROUND_S)
         reads: Any = SimpleNamespace(items=range(3), spans=(), experts=0)
-        observe_pass(target, Pass(3, 100.0, 64), reads)
+        observe_pass(target, Pass(3, 100.0, 64), reads, 0)
     assert target.sharing.value == pytest.approx(target.round_s.value / ROUND_S, rel=0.01)
