@@ -221,7 +221,6 @@ class WorkerEvents:
             )
         if worker.turns.waiting and worker is not running.target:
             self._acts.free(worker)  # it then drafts for another session while this tree is handled
-        self._notes.append(partial(worker.traffic.answered, worker.traffic.order_bytes + size, 1))
         running.answered(worker, now_ns, size, event.spans)
         self._sensible(running, worker, running.session.drafted, event)
 

@@ -117,15 +117,6 @@ def test_the_watchdog_of_another_process_is_not_fed(manager: Manager) -> None:
     assert manager.hear(0.0) is None
 
 
-def test_without_a_service_manager_no_socket_is_opened() -> None:
-    before = len([*Path("/proc/self/fd").iterdir()])
-    alone = Notifier(environment={})
-    alone.ready()
-    alone.progress()
-    alone.loading()
-    assert len([*Path("/proc/self/fd").iterdir()]) == before
-
-
 def test_a_socket_of_another_family_is_a_mistake() -> None:
     with pytest.raises(UserError, match="NOTIFY_SOCKET = 'vsock:2:1'"):
         Notifier(environment={"NOTIFY_SOCKET": "vsock:2:1"})
