@@ -248,9 +248,11 @@ class CommandSender:
         self, worker: Worker, message: Message, sessions: Sequence[int], size: int, left_ns: int
     ) -> None:
         """Note for its sessions that a command was sent."""
-        each, passing, items = size // len(sessions), None, ()
+        each, passing = size // len(sessions), None
+        items: Sequence[VerifyItem] = ()
         match message:
-            case Verify(items=items):
+            case Verify():
+                items = message.items
                 worker.held_until_ns, worker.traffic.order_bytes = None, size
                 passing = worker.passing = pass_of(message)
                 worker.prompts += passing.read > 0
