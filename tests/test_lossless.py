@@ -455,25 +455,6 @@ def test_the_embedded_head_and_half_weights_that_are_split_and_streamed_change_n
     assert "cpu" in {reply.result.prefill for reply in replies}
 
 
-@needs_kernels
-@pytest.mark.slow
-def test_a_draft_that_looks_up_and_int8_weights_on_the_kernels_change_nothing(
-    client: Client,
-) -> None:
-    check_combination(
-        client,
-        {"draft.kind": "ngram", "target.weights": "int8", "target.backend": "kernels"},
-        tree="64/12/8",
-        same_function=False,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_head_with_any_weights_changes_nothing(client: Client, kind: str, tmp_path: Path) -> None:
-    check_head(client, {"draft.model": str(demo_head(tmp_path, kind))}, PROMPTS[:1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in HEAD_KINDS if head_folder(kind).is_dir()])
 def test_an_embedded_head_changes_nothing_and_saves_target_passes(
@@ -495,26 +476,6 @@ def test_a_head_changes_nothing_whatever_its_type_of_weights(
         {"draft.model": str(demo_head(tmp_path, "dovetail")), "draft.weights": weights},
         PROMPTS[:1],
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["budget", "static", "beam"])
-def test_a_head_changes_nothing_whatever_the_tree_policy(
-    client: Client, policy: str, tmp_path: Path
-) -> None:
-    with running(
-        {"draft.device": "cpu", "draft.model": str(demo_head(tmp_path, "jakiro"))}
-    ) as drafted:
-        tree = TreeSettings(policy=policy, gamma=12, depth=4, width=4)
-        for temperature in (0.0, 1.0):
-            alone = complete(client, PROMPTS[1], seed=2, tokens=24, temperature=temperature)
-            wrong = difference(
-                complete(
-                    drafted, PROMPTS[1], seed=2, tokens=24, tree=tree, temperature=temperature
-                ),
-                alone.result.token_ids,
-            )
-            assert wrong is None, wrong
 
 
 @pytest.mark.slow

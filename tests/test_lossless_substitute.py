@@ -25,16 +25,6 @@ TREES = {
     "beam": BEAM,
     "narrow": TreeSettings(policy="dynamic", insist=True, gamma=1, depth=1, width=1),
 }
-PLACED = {
-    "split": {"target.split.device": "cpu", "target.split.layers": "3"},
-    "streamed": {"target.resident": "0"},
-    "mixed": {
-        "target.split.device": "cpu",
-        "target.split.layers": "5",
-        "target.resident": "2",
-        "target.prefill": "cpu",
-    },
-}
 TOKENS = 48
 
 
@@ -116,16 +106,6 @@ def check(
     return committed / rounds
 
 
-@pytest.mark.slow
-def test_a_substitute_in_a_process_of_its_own_changes_nothing_and_saves_target_passes(
-    client: Client,
-) -> None:
-    assert (
-        check(SUBSTITUTE, {"dynamic": DYNAMIC}, alone=client, tokens=32, samplings=SAMPLINGS[::2])
-        > 3.0
-    )
-
-
 def test_one_process_with_both_roles_changes_nothing_and_saves_target_passes(
     client: Client,
 ) -> None:
@@ -172,47 +152,6 @@ def test_a_target_that_streams_shares_its_resident_layers_with_its_substitute(
         "target.resident": resident,
     }
     check({**SHARED, **streamed}, {"dynamic": DYNAMIC}, alone=client)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", ["beam", "budget"])
-def test_large_trees_of_a_shared_substitute_change_nothing_where_the_target_streams(
-    client: Client, tree: str
-) -> None:
-    check(
-        {
-            **SHARED,
-            "target.split.device": "cpu",
-            "target.split.layers": "8",
-            "target.resident": "2",
-        },
-        {tree: TREES[tree]},
-        alone=client,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", PLACED)
-def test_a_substitute_in_a_process_of_its_own_drafts_for_a_target_that_is_anywhere(
-    client: Client, placement: str
-) -> None:
-    check(
-        {**SUBSTITUTE, **PLACED[placement]},
-        {name: TREES[name] for name in ("static", "dynamic")},
-        alone=client,
-    )
-
-
-@pytest.mark.slow
-def test_a_conversation_goes_on_from_the_rows_that_were_kept(client: Client) -> None:
-    """The target keeps a session's rows, and resizes its cache, for the next turn; the draft's
-    slots lie elsewhere then."""
-    with running(SHARED) as drafted:
-        turns = list(PROMPTS[0])
-        for _ in range(3):
-            said = complete(drafted, turns, tree=DYNAMIC, tokens=24)
-            assert difference(said, complete(client, turns, tokens=24).result.token_ids) is None
-            turns = [*turns, said.result.text, "And then?"]
 
 
 def test_a_draft_that_shares_is_of_a_substitute(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.kernels import needs_kernels
-from support.stacks import PROMPTS, complete_all, running, started, submit
+from support.stacks import PROMPTS, running, started, submit
 
 pytestmark = needs_kernels
 
@@ -53,7 +53,6 @@ CASES += [
     for weights in ("half", "int8")
     for placement in ("0 of 8 resident", "mixed")
 ]
-DRAFTS = {"dovetail": {"draft.kind": "dovetail"}, "ngram": {"draft.kind": "ngram"}}
 
 
 def complete(
@@ -86,24 +85,6 @@ def whole(request: pytest.FixtureRequest) -> Iterator[tuple[str, Told]]:
 
 
 @pytest.mark.slow
-def test_a_target_that_is_split_streamed_and_has_its_prompts_read_writes_the_same(
-    client: Client,
-) -> None:
-    with running({**CPU, **PLACEMENTS["all at once"]}) as spread:
-        assert told_by(spread, TREE, prompts=1) == told_by(client, None, prompts=1)
-        (target,) = [worker for worker in spread.status().workers if "target" in worker.roles]
-        assert (
-            target.placement
-            == "cpu 0-3, cpu 4-7 (1 resident, 3 streamed) and head; prompts read by cpu"
-        )
-        result = complete(spread, PROMPTS[4], temperature=0.0).result
-        assert (result.placement, result.prefill) == (target.placement, "cpu")
-        assert result.accepted_tokens > 0
-    plain = complete(client, PROMPTS[4], temperature=0.0).result
-    assert (plain.placement, plain.prefill) == ("cpu", "local")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("whole", "placement"), CASES, indirect=["whole"])
 def test_every_placement_writes_the_same_as_the_whole(
     whole: tuple[str, Told], placement: str
@@ -114,29 +95,6 @@ def test_every_placement_writes_the_same_as_the_whole(
         assert [
             worker.placement != "" for worker in client.status().workers if "target" in worker.roles
         ] == [True]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_any_draft_goes_with_a_target_that_is_spread(client: Client, draft: str) -> None:
-    with running({**CPU, **DRAFTS[draft], **PLACEMENTS["all at once"]}) as spread:
-        assert told_by(spread, TREE) == told_by(client, None)
-
-
-@pytest.mark.slow
-def test_requests_side_by_side_give_what_each_gives_alone(client: Client) -> None:
-    alone = [
-        complete(client, turns, temperature=1.0, tree=None).result.token_ids
-        for turns in PROMPTS[:6]
-    ]
-    with running({**CPU, **PLACEMENTS["all at once"]}) as spread:
-        together = [
-            submit(
-                spread, turns, sampling=Sampling(temperature=1.0), tokens=TOKENS, seed=9, tree=TREE
-            )
-            for turns in PROMPTS[:6]
-        ]
-        assert [finished.result.token_ids for finished in complete_all(spread, together)] == alone
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from scipy.stats import kstest
 
 from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import RequestError
@@ -15,9 +14,6 @@ from dovetail.protocol.messages import Finished
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.runtime.text.tokenizer import TextCodec
-from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.segment import Segment
 from support.cases import everyday
 from support.inflated import inflated
 from support.losslessness import difference
@@ -107,38 +103,6 @@ def places(
         yield float(distribution[:token].sum() + random.random() * distribution[token])
 
 
-@pytest.mark.slow
-def test_by_rejection_every_token_has_the_law_of_the_target(client: Client) -> None:
-    target, random = (
-        load_language_model(str(DEMO_FOLDER / "target"), weights="fp32", device="cpu"),
-        np.random.default_rng(2),
-    )
-    codec = TextCodec(target.checkpoint.tokenizer, target.checkpoint.vocabulary)
-    found: list[float] = []
-    tokens = rounds = 0
-    for turns in PROMPTS[:5]:
-        prompt = codec.encode_turns(turns[:1])
-        for seed in range(6):
-            result = client.complete(
-                client.submit(
-                    tokens=prompt, sampling=REJECTED, max_tokens=TOKENS, tree=EAGLE_1, seed=seed
-                )
-            ).result
-            tokens, rounds = tokens + result.completion_tokens - 1, rounds + result.rounds
-            said = torch.tensor([*prompt, *result.token_ids])
-            rows = torch.arange(len(prompt) - 1, len(said) - 1)
-            logits = target.forward(
-                said,
-                torch.arange(len(said)),
-                [Segment(target.new_cache(len(said)), 0, len(said))],
-                rows=rows,
-            )
-            found += places(result.token_ids, logits, random)
-    assert tokens / rounds > 1.5
-    assert len(found) > 600
-    assert kstest(found, "uniform").pvalue > 1e-3
-
-
 def test_interleaved_requests_of_both_rules_go_each_its_own_way(client: Client) -> None:
     alone = ask(client, 1, sampling=Sampling(temperature=1.0), tree=None, seed=3).result.token_ids
     samplings = [REJECTED, Sampling(temperature=1.0), REJECTED, Sampling(temperature=1.0)]
@@ -155,15 +119,6 @@ def test_interleaved_requests_of_both_rules_go_each_its_own_way(client: Client) 
     for reply in (coupled, coupled_too):
         wrong = difference(reply, alone)
         assert wrong is None, wrong
-
-
-def test_at_temperature_0_rejection_gives_the_greedy_tokens(client: Client) -> None:
-    alone = ask(client, 2, sampling=Sampling(), tree=None)
-    wrong = difference(
-        ask(client, 2, sampling=Sampling(acceptance="rejection"), tree=EAGLE_1),
-        alone.result.token_ids,
-    )
-    assert wrong is None, wrong
 
 
 def test_a_request_whose_rule_and_policy_do_not_go_together_is_refused(client: Client) -> None:

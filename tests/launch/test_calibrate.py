@@ -15,10 +15,7 @@ import pytest
 from dovetail.launch.commands import calibrate as command
 from dovetail.launch.commands.calibrate import _parts
 from dovetail.launch.machine import sharding
-from dovetail.launch.machine.cores import lay_out_here
 from dovetail.launch.machine.topology import read_topology
-from dovetail.launch.processes.worker import _opener
-from dovetail.launch.settings.configure import configure
 from dovetail.protocol.calibration import DeviceCosts, RowsSeconds
 from dovetail.protocol.profile import load_profile
 from support.charts import shapes_of
@@ -112,17 +109,6 @@ def test_on_two_memory_nodes_a_target_is_measured_on_one_and_over_both(
 
 
 @pytest.mark.slow
-def test_a_config_alone_gives_a_table(calibrate: Calibrate, tmp_path: Path) -> None:
-    folder = config_alone(tmp_path / "model")
-    result = calibrate("--target", str(folder), "--backend", "library", "--context", "20")
-    assert result.returncode == 0, result.stderr
-    assert "(random weights)" in result.stdout
-    assert "library" in result.stdout
-    assert "T_V ms, cache 20" in result.stdout
-    assert f"saved in {tmp_path}" in result.stderr
-
-
-@pytest.mark.slow
 def test_an_instruction_set_is_kept_and_what_a_library_prints_is_not_taken_for_a_finding(
     calibrate: Calibrate, tmp_path: Path
 ) -> None:
@@ -140,38 +126,6 @@ def test_an_instruction_set_is_kept_and_what_a_library_prints_is_not_taken_for_a
     assert entry.calibrations[0].limits.probe == "kernels plain C++"
 
 
-@pytest.mark.slow
-def test_a_head_is_measured_and_its_worker_tells_what_it_took(
-    calibrate: Calibrate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = calibrate("--draft", "dovetail", "--draft.device", "cpu", "--json")
-    assert result.returncode == 0, result.stderr
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    configuration = configure(
-        flags={"draft.kind": "dovetail", "draft.device": "cpu"}, environment={}
-    )
-    (levels,) = (
-        _opener(configuration, "draft")("draft", len(lay_out_here().draft.cores)).hello(1).curves
-    )
-    assert {
-        str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)
-    } == json.loads(result.stdout)["t_d"]
-
-
-@pytest.mark.slow
-def test_layers_on_a_device_are_measured_and_kept(calibrate: Calibrate, tmp_path: Path) -> None:
-    result = calibrate("--draft", "none", "--target.split.device", "cpu", "--json")
-    assert result.returncode == 0, result.stderr
-    parts = json.loads(result.stdout)["device"]
-    (entry,) = (
-        entry
-        for entry in load_profile(tmp_path / "cache/dovetail/profile.json").entries
-        if entry.devices
-    )
-    assert entry.devices[0].model_dump(mode="json") == parts
-    assert (parts["device"], parts["layer"]["rows"][0]) == ("cpu", 1)
-
-
 def test_parts_that_were_measured_at_other_rows_are_told_together() -> None:
     few, many = (
         RowsSeconds(rows=(1, 2), seconds=(0.001, 0.003)),
@@ -187,18 +141,6 @@ def test_parts_that_were_measured_at_other_rows_are_told_together() -> None:
         host_head=few,
     )
     assert _parts(costs.model_dump(mode="json")).endswith("4 rows 7; 4; 7 ms")
-
-
-@pytest.mark.slow
-def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
-    calibrate: Calibrate, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    result = calibrate(
-        "--target", str(tiny_llama(tmp_path / "model")), XDG_CACHE_HOME=str(tmp_path / "file")
-    )
-    assert result.returncode == 0, result.stderr
-    assert "cannot be written" in result.stderr
 
 
 def test_on_a_busy_machine_nothing_is_saved_and_the_busy_programs_are_reported(

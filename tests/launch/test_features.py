@@ -1,10 +1,8 @@
 """`dovetail features` as users have it: from chats to features of the embedded target,
 and what is wrong in one line."""
 
-import contextlib
 import json
 import shlex
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +12,10 @@ import pytest
 from dovetail.launch import cli
 from dovetail.workers.training.data.features import open_features
 from dovetail.workers.training.workplace import held
-from support.features import samples
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., subprocess.Popen[str]]
 Refused = Callable[..., str]
 PROMPTS = Path(__file__).resolve().parents[2] / "launch" / "demo" / "prompts.jsonl"
-LOOK_S = 0.02
-"""Seconds between two looks for answers: seldom enough to leave the processor to who writes
-them."""
 
 
 @pytest.fixture
@@ -72,54 +65,6 @@ def test_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_path: P
     assert {answer["temperature"] for answer in answers} == {0.0}
     again = run(*command)
     assert "in 1 shards, of which 1 are there" in again.stderr
-
-
-@pytest.mark.slow
-def test_features_of_what_is_there_without_taps(run: Run, chats: Path, tmp_path: Path) -> None:
-    done = run(
-        "features",
-        "--data",
-        str(chats),
-        *shlex.split("--taps none --context 40 --long drop --json --out"),
-        str(tmp_path / "out"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "longer than 40 tokens" in done.stderr
-    features = open_features(tmp_path / "out")
-    assert features.origin.context == 40
-    assert next(iter(samples(features))).taps is None
-    told = json.loads(done.stdout)
-    assert (told["sequences"], told["tokens"], told["taps"], told["dtype"]) == (
-        features.count,
-        features.tokens,
-        [],
-        "float16",
-    )
-
-
-@pytest.mark.slow
-def test_killed_command_goes_on(run: Run, start: Start, chats: Path, tmp_path: Path) -> None:
-    chats.write_text("".join(chats.read_text().splitlines(keepends=True)[:16]))
-    command = (
-        "features",
-        "--data",
-        str(chats),
-        *shlex.split("--regenerate --new-tokens 24 --sessions 4 --out"),
-        str(tmp_path / "out"),
-    )
-    process = start(*command)
-    answers = tmp_path / "out.answers.jsonl"
-    while process.poll() is None and not (answers.is_file() and answers.stat().st_size):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(LOOK_S)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    kept = answers.read_bytes()
-    whole = kept[: kept.rfind(b"\n") + 1]
-    done = run(*command)
-    assert done.returncode == 0, done.stderr
-    assert answers.read_bytes().startswith(whole)
-    assert open_features(tmp_path / "out").count == len(answers.read_bytes().splitlines())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dovetail.launch.machine.cores import lay_out_here
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.models import DEMO_FOLDER
-from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Sampling
 from peers.assisted import (
     AssistedPeer,
@@ -43,13 +43,6 @@ def peer() -> Iterator[AssistedPeer]:
         peer.close()
 
 
-@pytest.mark.slow
-def test_it_has_the_cores_of_our_target_and_of_our_draft(peer: AssistedPeer) -> None:
-    layout = lay_out_here()
-    assert set(peer.cores) == {*layout.target.cores, *layout.draft.cores}
-    assert set(peer.thread_counts) <= {len(peer.cores), 1}
-
-
 def test_it_is_tried_with_all_its_cores_and_with_one_and_what_is_hopeless_is_left_out() -> None:
     assert [thread_counts_of(cores) for cores in (1, 2, 64)] == [(1,), (2, 1), (64,)]
     assert near_the_fastest({2: 1.0, 1: 1.5}) == (2, 1)
@@ -69,18 +62,6 @@ def test_a_reply_is_the_same_with_the_same_seed_and_is_told_in_the_words_of_ours
     assert result.completion_tokens == len(result.token_ids) <= 12
     assert 0 < result.time_to_first_token_s <= result.wall_s
     assert peer.peak_rss_mb() > 100
-
-
-@pytest.mark.slow
-def test_what_it_cannot_do_is_told_and_the_next_question_is_answered(peer: AssistedPeer) -> None:
-    with pytest.raises(DovetailError, match="assisted: "):
-        peer.decode([1], sampling=Sampling(), max_tokens=-1, seed=0, threads=0)  # type: ignore[list-item]
-    assert (
-        peer.decode(
-            TURNS, sampling=Sampling(), max_tokens=2, seed=0, threads=1
-        ).result.completion_tokens
-        <= 2
-    )
 
 
 @pytest.mark.slow

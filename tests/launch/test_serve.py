@@ -33,7 +33,7 @@ from support.golden import a_worker
 from support.inflated import as_flags, inflated, kept_pair
 from support.models import tiny_llama
 from support.patience import PATIENCE_S
-from support.served import QUESTION, ask, assert_nothing_is_left, ready, streamed, told
+from support.served import QUESTION, ask, assert_nothing_is_left, ready, told
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -113,42 +113,6 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(
 
 
 @pytest.mark.slow
-def test_a_server_starts_its_process_with_both_roles_again(start: Start) -> None:
-    drafts = ("--policy=dynamic", "--tree.insist=true")
-    process = start(
-        "serve", "--http.port=0", "--json", "--draft.kind=substitute", "--draft.share=true", *drafts
-    )
-    found = ready(process)
-    assert set(found["pids"]) == {"coordinator", "http", "unified worker"}
-    body = {**QUESTION, "max_tokens": 24, "seed": 3}
-    before = ask(found["url"], body=body)
-    assert before[0] == 200, before
-    os.kill(found["pids"]["unified worker"], signal.SIGKILL)
-    told(process, "the unified worker was killed by SIGKILL; it is restarted in 0.5 s")
-    told(process, "the unified worker is ready again")
-    after = ask(found["url"], body=body)
-    assert after[0] == 200, after
-    assert after[1]["choices"] == before[1]["choices"]
-    assert after[1]["metrics"]["accepted_tokens"] > 0
-
-
-@pytest.mark.slow
-def test_a_server_under_heterospec_goes_by_the_thresholds_of_the_embedded_draft(
-    start: Start,
-) -> None:
-    url = ready(start("serve", *PAIR, "--policy=heterospec"))["url"]
-    status, said = ask(
-        url,
-        body={
-            "messages": [{"role": "user", "content": "Tell me a story about an owl."}],
-            "max_tokens": 24,
-        },
-    )
-    assert status == 200
-    assert said["metrics"]["drafted_tokens"] > 0
-
-
-@pytest.mark.slow
 def test_a_service_outlives_its_draft_and_gives_up_without_its_target_when_all_have_heard_why(
     start: Start, tmp_path: Path
 ) -> None:
@@ -192,19 +156,6 @@ def test_a_service_outlives_its_draft_and_gives_up_without_its_target_when_all_h
     (sentence,) = (line for line in said.splitlines() if line.startswith("dovetail: "))
     assert "the target worker ended 6 times within 5 minutes, and is not restarted" in sentence
     assert str(models["target"]) in sentence
-    assert_nothing_is_left([*found["pids"].values()], tmp_path)
-
-
-@pytest.mark.slow
-def test_every_part_comes_back_and_the_url_stays(start: Start, run: Run, tmp_path: Path) -> None:
-    process = start("serve", *PAIR, "--draft", "ngram")
-    found = ready(process)
-    for name in ("target worker", "http"):
-        os.kill(found["pids"][name], signal.SIGKILL)
-        told(process, f"the {name} is ready again")
-        assert ask(found["url"], body=QUESTION)[0] == 200
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE_S) == 0
     assert_nothing_is_left([*found["pids"].values()], tmp_path)
 
 
@@ -416,20 +367,6 @@ def test_an_address_that_a_coordinator_has_is_told_with_its_pid(
 
 
 @pytest.mark.slow
-def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes_back(
-    start: Start, run: Run
-) -> None:
-    process = start("serve", *PAIR, "--coordinator.stuck_s=2")
-    address = ready(process)["address"]
-    swapped = run("swap", "--role=draft", "--draft=ngram", f"--connect={address}", "--json")
-    assert swapped.returncode == 0, swapped.stderr
-    told(process, "another worker serves in place of the draft worker")
-    os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
-    told(process, "no worker serves in place of the draft worker any longer; it is restarted")
-    told(process, "the draft worker is ready again")
-
-
-@pytest.mark.slow
 def test_a_swap_in_place_of_a_lost_worker_has_the_settings_of_the_service(
     start: Start, run: Run, tmp_path: Path
 ) -> None:
@@ -568,20 +505,6 @@ def test_a_process_that_says_much_fills_no_disk() -> None:
             heard = child.listen() + child.listen()
             assert heard[-1] == str(number)
         assert os.fstat(child.log.fileno()).st_size <= LOG_BYTES + 8
-
-
-@pytest.mark.slow
-def test_a_stream_whose_target_is_killed_goes_on_when_that_has_been_started_again(
-    start: Start,
-) -> None:
-    process = start("serve", *PAIR, *as_flags(inflated("64MiB")))
-    found = ready(process)
-    whole = streamed(found["url"])
-    assert (
-        streamed(found["url"], lambda: os.kill(found["pids"]["target worker"], signal.SIGKILL))
-        == whole
-    )
-    told(process, "the target worker is ready again")
 
 
 @pytest.mark.slow

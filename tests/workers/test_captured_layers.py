@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.memory import captured_if_possible
 from dovetail.workers.models.backends import fused
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
@@ -155,19 +154,6 @@ def test_passes_over_several_sessions_are_one_launch_and_give_each_what_it_gets_
     assert len(counts) > 1
     assert len({count.all() for count in counts}) == 1
     assert all(map(torch.equal, *found))
-
-
-def test_layers_that_cannot_be_captured_are_computed_operation_by_operation(
-    tmp_path: Path, launches: list[str]
-) -> None:
-    folder = tiny_llama(tmp_path, layers=LAYERS, dtype=torch.float16)
-
-    def refused(_: Callable[[], Any]) -> Callable[[], Any]:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    expected = decode(placed(folder, [C, R, R], None))
-    found = decode(placed(folder, [C, R, R], captured_if_possible(refused)))
-    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize(("weights", "cache"), [("half", "fp32"), ("fp32", "fp32")])

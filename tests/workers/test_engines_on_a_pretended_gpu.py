@@ -4,7 +4,6 @@ round, and the target's tokens are its own."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,13 @@ import torch
 
 from dovetail.protocol.settings import (
     DraftSettings,
-    MemorySettings,
     Sampling,
     TargetSettings,
     TreeSettings,
 )
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.serving.open_target import open_target_worker
-from dovetail.workers.unified import open_unified
-from pretended.device import POSSIBLE, capture, device
+from pretended.device import POSSIBLE, device
 from support.cases import everyday
 from support.heads import write_head
 from support.kernels import needs_kernels
@@ -29,9 +26,6 @@ from support.pairs import KEY, PairOfWorkers, Run
 
 needs_the_rig = pytest.mark.skipif(
     not POSSIBLE, reason="this version of torch cannot be told of a device from Python"
-)
-needs_hqq = pytest.mark.skipif(
-    find_spec("hqq") is None, reason="hqq is not installed: pip install 'dovetail[subspec]'"
 )
 pytestmark = [needs_the_rig, needs_kernels]
 
@@ -194,79 +188,6 @@ def test_an_engine_there_drafts_in_every_round(
     assert all(drafted.tokens for drafted in adaptive.proposals)
 
 
-@pytest.mark.parametrize("name", ["small-fp32", "eagle-fp32"])
-def test_an_engine_there_proposes_what_it_proposes_here(
-    name: str, target_folder: Path, folder_of: Callable[[Kind], Path]
-) -> None:
-    """Nothing is learned meanwhile: how much would be depends on what else there is to prepare."""
-    kind, found, tree = KINDS[name], [], TREE.model_copy(update={"sharpening": 1.0})
-    for where in ("pretended", "cpu"):
-        pair = open_pair(target_folder, kind.settings(folder_of(kind), where))
-        run = pair.open(1, PROMPT, tokens=TOKENS, sampling=SAMPLED, tree=tree)
-        rounds(pair, run)
-        found.append(run)
-    assert found[0].log == found[1].log
-    assert [drafted.tokens for drafted in found[0].proposals] == [
-        drafted.tokens for drafted in found[1].proposals
-    ]
-    assert [drafted.parents for drafted in found[0].proposals] == [
-        drafted.parents for drafted in found[1].proposals
-    ]
-
-
-@needs_hqq
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["int8", "int4", "int3", "int2"])
-def test_a_substitute_there_drafts_in_every_round(
-    weights: str, target_folder: Path, tmp_path: Path
-) -> None:
-    settings = DraftSettings(kind="substitute", weights=weights, device="pretended")
-    workers = open_draft_worker(
-        settings, name="draft", threads=1, target=str(target_folder), cache=tmp_path
-    )
-    pair = PairOfWorkers(
-        open_target_worker(
-            TargetSettings(model=str(target_folder), device="cpu"), name="target", threads=1
-        ),
-        workers,
-    )
-    runs = [
-        pair.open(1, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE, ahead=True),
-        pair.open(2, PROMPT, tokens=TOKENS, sampling=SAMPLED, tree=TREE),
-    ]
-    rounds(pair, *runs)
-    for run in runs:
-        check(run, target_folder, run.sampling)
-        assert weights != "int8" or run.tau > 2
-
-
-@needs_hqq
-@pytest.mark.slow
-@pytest.mark.parametrize("resident", [0, 1, 2])
-def test_a_shared_substitute_there_drafts_for_a_target_there(
-    resident: int, sixteen: Path, tmp_path: Path
-) -> None:
-    target = TargetSettings(
-        model=str(sixteen), weights="half", device="pretended", resident=resident
-    )
-    draft = DraftSettings(kind="substitute", share=True)
-    pair = PairOfWorkers(
-        *open_unified(
-            target, draft, name="both", threads=1, memory=MemorySettings(), cache=tmp_path
-        )
-    )
-    greedy = pair.open(1, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE, ahead=True)
-    sampled = pair.open(2, PROMPT, tokens=TOKENS, sampling=SAMPLED, tree=TREE, ahead=True)
-    rounds(pair, greedy, sampled)
-    for run in (greedy, sampled):
-        check(run, sixteen, run.sampling)
-        assert run.tau > 1.5
-    pair.close(greedy, keep=True)
-    again = pair.open(3, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE)
-    rounds(pair, again)
-    assert again.reply[:TOKENS] == greedy.reply[: len(again.reply)]
-
-
 PLACES = {
     "split": {"split": {"device": "pretended", "layers": 1}},
     "streamed": {"device": "pretended", "resident": 0},
@@ -317,26 +238,6 @@ def open_pair_there(
 @pytest.fixture
 def place() -> torch.device:
     return device()
-
-
-def test_a_graph_reads_and_writes_the_memory_that_it_was_captured_with(place: torch.device) -> None:
-    x, y = torch.ones(3, device=place), torch.zeros(3, device=place)
-
-    def step() -> torch.Tensor:
-        y.add_(x)
-        return x * 2.0
-
-    replay = capture(step)
-    y.zero_()
-    x.fill_(5.0)
-    first = replay()
-    assert first.tolist() == [10.0] * 3
-    assert y.tolist() == [5.0] * 3
-    x.fill_(1.0)
-    assert replay() is first
-    assert first.tolist() == [2.0] * 3
-    x = torch.ones(3, device=place) * 100.0  # another tensor of that name is not the captured one
-    assert replay().tolist() == [2.0] * 3
 
 
 def test_what_cuda_refuses_is_refused_there(place: torch.device) -> None:

@@ -23,7 +23,6 @@ from dovetail.workers.heads.dovetail import DovetailConfig
 from dovetail.workers.heads.eagle3 import Eagle3Config
 from dovetail.workers.heads.head import Head, Predicted, classify, open_head
 from dovetail.workers.heads.rope import frequencies
-from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import Paths, Segment
 from support.heads import VARIANTS, Variant, head_config, head_tensors, write_files, write_head
 from support.models import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2
@@ -385,147 +384,6 @@ def test_a_tree_of_recurrent_rows_computes_each_path_as_if_it_were_alone(
         law(torch.cat([p.logits for p in found])),
         torch.stack([law(logits) for _, logits, _ in expected]),
     )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["eagle", "dovetail-3", "jakiro-3", "jakiro-star", "eagle3-vllm"])
-def test_rows_in_chunks_of_several_sessions_are_those_of_one_pass(
-    name: str, backend: str, make_case: Callable[[str], Case]
-) -> None:
-    case = make_case(name)
-    head = case.open(backend)
-    first, second = case.inputs(), case.inputs(seed=5)
-    expected = [chain(head, *first), chain(head, *second)]
-    caches = [head.new_cache(LENGTH), head.new_cache(LENGTH)]
-    found: list[list[Tensor]] = [[], []]
-    for start, stop in ((0, 4), (4, LENGTH)):
-        count = stop - start
-        segments = [Segment(cache, start, count) for cache in caches]
-        tokens, features = (
-            torch.cat([own[i][start:stop] for own in (first, second)]) for i in range(2)
-        )
-        rows = head.forward(
-            tokens, features, torch.arange(start, stop).repeat(2), segments, true=True
-        )
-        for session in range(2):
-            caches[session].length = stop
-            found[session].append(rows.logits[session * count : (session + 1) * count])
-    for own, whole in zip(found, expected, strict=True):
-        # the mixture of Jakiro*'s two distributions is torch's own sum, whose vector lanes fall
-        # elsewhere in another chunk
-        if backend == "kernels" and "star" not in name:
-            assert torch.equal(torch.cat(own), whole.logits)
-        assert_close(torch.cat(own), whole.logits.double())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["eagle", "jakiro-4", "jakiro-star-3", "eagle3"])
-def test_only_the_rows_that_are_asked_for_are_predicted(
-    name: str, backend: str, make_case: Callable[[str], Case]
-) -> None:
-    case = make_case(name)
-    head = case.open(backend)
-    tokens, features = case.inputs()
-    whole = chain(head, tokens, features, contrast=True)
-    segment = [Segment(head.new_cache(LENGTH), 0, LENGTH)]
-    some = head.forward(
-        tokens,
-        features,
-        torch.arange(LENGTH),
-        segment,
-        true=True,
-        rows=torch.tensor([2, 8]),
-        contrast=True,
-    )
-    assert_close(some.logits, whole.logits[[2, 8]].double())
-    assert_close(some.states, whole.states[[2, 8]].double())
-    none = head.forward(
-        tokens,
-        features,
-        torch.arange(LENGTH),
-        segment,
-        true=True,
-        rows=torch.empty(0, dtype=torch.int64),
-        contrast=True,
-    )
-    assert none.logits.shape == (0, VOCABULARY)
-    assert none.states.shape == (0, case.variant.hidden)
-    for part in (some, none):
-        assert (part.contrast is None) == (whole.contrast is None)
-
-
-@pytest.mark.parametrize(
-    "name", ["eagle-qwen2", "dovetail-3", "jakiro", "jakiro-star", "eagle3-specforge"]
-)
-def test_a_step_in_fixed_shapes_is_a_pass_of_recurrent_rows(
-    name: str, make_case: Callable[[str], Case]
-) -> None:
-    case = make_case(name)
-    head = case.open("library")
-    tokens, features = case.inputs()
-    caches = [head.new_cache(32), head.new_cache(32)]
-    for cache in caches:
-        head.forward(tokens, features, torch.arange(LENGTH), [Segment(cache, 0, LENGTH)], true=True)
-        cache.length = LENGTH
-    drafted, recurrent = (
-        case.inputs(4, seed=2)[0],
-        torch.randn(4, case.variant.hidden, generator=torch.Generator().manual_seed(3)),
-    )
-    paths = [[LENGTH + i] for i in range(3)]
-    positions = torch.full((4,), LENGTH)
-    segment = Segment(caches[0], LENGTH, 3, Paths.of(LENGTH, paths))
-    expected = head.forward(
-        drafted[:3], recurrent[:3], positions[:3], [segment], true=False, contrast=True
-    )
-    mask = torch.full((4, 32), -math.inf)
-    mask[:, :LENGTH] = 0.0
-    slots = torch.tensor([LENGTH, LENGTH + 1, LENGTH + 2, 31])  # the last row is padding
-    mask[torch.arange(4), slots] = 0.0
-    assert isinstance(caches[1], KVCache)
-    found = head.step(drafted, recurrent, positions, slots, mask, caches[1].rows, contrast=True)
-    assert_close(found.logits[:3], expected.logits.double())
-    assert_close(found.states[:3], expected.states.double())
-    if expected.contrast is not None:
-        assert found.contrast is not None
-        assert_close(found.contrast[:3], expected.contrast.double())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_survivors_of_a_tree_may_lie_between_the_committed_rows_and_the_new_true_ones(
-    backend: str, make_case: Callable[[str], Case]
-) -> None:
-    case = make_case("dovetail-3")
-    head = case.open(backend)
-    tokens, features = case.inputs()
-    expected = chain(head, tokens, features)
-    cache = head.new_cache(40)
-    head.forward(tokens[:5], features[:5], torch.arange(5), [Segment(cache, 0, 5)], true=True)
-    cache.length = 5
-    slots = list(range(12, 12 + LENGTH - 5))
-    segment = Segment(
-        cache, 12, LENGTH - 5, Paths.of(5, [slots[: i + 1] for i in range(len(slots))])
-    )
-    found = head.forward(tokens[5:], features[5:], torch.arange(5, LENGTH), [segment], true=True)
-    assert_close(found.logits, expected.logits[5:].double())
-    cache.keep(slots, len(slots))
-    assert cache.length == LENGTH
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_positions_may_lie_far_beyond_the_trained_length(
-    backend: str, make_case: Callable[[str], Case]
-) -> None:
-    case = make_case("eagle")
-    head = case.open(backend)
-    tokens, features = case.inputs(3)
-    far = [5000, 5001, 5002]
-    found = head.forward(
-        tokens, features, torch.tensor(far), [Segment(head.new_cache(3), 0, 3)], true=True
-    )
-    expected = case.oracle(tokens, [true_row(f) for f in features], positions=far, sees=causal(3))
-    assert_close(
-        found.logits, torch.stack([logits for _, logits, _ in expected]), tolerance=2e-3
-    )  # fp32 angles of thousands
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -1077,17 +935,6 @@ def test_a_value_in_config_json_that_is_null_or_empty_is_not_there(key: str) -> 
     found = configured({key: None})
     assert found == type(found).model_validate(MINIMAL)
     assert configured({"aux_hidden_state_layer_ids": []}) == configured({})
-
-
-def test_taps_that_coincide_by_default_are_refused(tmp_path: Path) -> None:
-    target = tiny_llama(tmp_path / "target", layers=6)
-    config = {"eagle_aux_hidden_state_layer_ids": None}
-    folder = write_head(tmp_path / "head", "eagle3", config=config)
-    with pytest.raises(
-        CheckpointError,
-        match=r"reads layers \[2, 3, 3\] of .*, which has 6: name three different ones",
-    ):
-        open_head(str(folder), target=str(target))
 
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path, llama_folder: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
@@ -199,23 +198,6 @@ def test_int8_has_one_scale_a_row_where_blocks_are_slower(
     expected = x @ weight.t() + 1.0
     assert "int8_4" in launches
     assert float((found - expected).norm() / expected.norm()) < 2e-2
-
-
-def test_a_head_of_int4_needs_none_of_torchs_products(
-    tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PRETENDED, "against_int4", lambda _: "it is too old")
-    target, folder = tiny_llama(tmp_path / "target"), write_head(tmp_path / "head", "eagle")
-    opened = partial(open_head, str(folder), target=str(target), weights="int4")
-    opened(device=str(device()))
-    products_on.cache_clear()
-    monkeypatch.setattr(PRETENDED, "program", lambda *_: "there is no compiler")
-    with pytest.raises(
-        CheckpointError,
-        match=r"there are no int4 weights of a head on pretended:0: it is too old; .* there is no "
-        "compiler; use fp16",
-    ):
-        opened(device=str(device()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,6 +1,5 @@
 """Verification of any tree emits what transformers' own forward emits one token at a time."""
 
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.memory import Room
@@ -29,7 +27,6 @@ from support.cases import everyday
 from support.models import (
     CONTEXT,
     VOCABULARY,
-    reference_law,
     reference_logits,
     reference_tokens,
     spoil,
@@ -374,53 +371,6 @@ def test_a_closed_session_is_gone(llama: LanguageModel) -> None:
     verifier.close(1)
     verifier.close(1)
     assert len(verifier) == 0
-
-
-@pytest.mark.slow  # `test_acceptance.py` holds this every day
-def test_over_many_keys_the_first_two_tokens_have_the_law_of_the_target(tmp_path: Path) -> None:
-    """The real path, from prefill to commit, against probabilities computed by transformers; half
-    of the sessions verify a tree."""
-    tiny_llama(tmp_path, vocab=5, initializer_range=0.12)
-    model = load_language_model(str(tmp_path), weights="fp32", device="cpu")
-    sampling, prompt, samples, vocabulary = Sampling(temperature=0.9, top_p=0.98), (0, 3), 1000, 5
-    verifier, counts = (
-        new_verifier(model),
-        dict.fromkeys([(a, b) for a in range(5) for b in range(5)], 0),
-    )
-    for sample in range(samples):
-        key = session_key(11, sample, prompt)
-        (first,) = verifier.open(
-            opening(1, prompt, key=key, capacity=10, sampling=sampling, tree=TREE)
-        )
-        assert isinstance(first, First)
-        tree = TokenTree((sample % 5, (sample + 2) % 5), (-1, -1)) if sample % 2 else TokenTree()
-        verdict = verify(
-            verifier,
-            VerifyItem(session=1, round=1, prefix=3, tokens=tree.tokens, parents=tree.parents),
-        )
-        counts[
-            first.token, tree.tokens[verdict.accepted[0]] if verdict.accepted else verdict.bonus
-        ] += 1
-        verifier.close(1)
-    first_law = reference_law(reference_logits(tmp_path, prompt)[-1].tolist(), sampling)
-    laws = [
-        reference_law(reference_logits(tmp_path, [*prompt, a])[-1].tolist(), sampling)
-        for a in range(vocabulary)
-    ]
-    law = {(a, b): first_law[a] * laws[a][b] for a, b in counts}
-    assert not any(counts[cell] for cell, p in law.items() if p == 0.0)
-    cells = [cell for cell, p in law.items() if p * samples >= 5]
-    rest = (
-        samples - sum(counts[cell] for cell in cells),
-        samples - sum(law[cell] * samples for cell in cells),
-    )
-    observed, predicted = [counts[cell] for cell in cells], [law[cell] * samples for cell in cells]
-    if rest[1] > 1e-6:
-        observed, predicted = [*observed, rest[0]], [*predicted, rest[1]]
-    assert (
-        chisquare(observed, [p * sum(observed) / math.fsum(predicted) for p in predicted]).pvalue
-        > 1e-4
-    )
 
 
 def test_logits_that_are_not_numbers_fail_their_own_session_only(llama: LanguageModel) -> None:
