@@ -18,7 +18,7 @@ from hostile.messages import KINDS
 from hostile.wire import siege_handshakes, siege_wire
 from hostile.workers import siege_worker
 
-SAMPLE = 3000
+SAMPLE = 1000
 FOLDERS = [(kind, bad) for kind, bads in BAD.items() for bad in bads]
 EVERYDAY = [bads[len(bads) // 2].name for bads in BAD.values()]
 """One bad folder of each kind is tried every day, the others are slow."""
@@ -42,7 +42,7 @@ def test_no_hostile_peer_changes_a_token_of_a_healthy_request() -> None:
 
 
 def test_every_request_to_a_lying_target_ends_once_and_an_honest_one_serves_afterwards() -> None:
-    found = siege_by_target(50, 7, nothing)
+    found = siege_by_target(20, 7, nothing)
     assert found.passed, found
 
 
@@ -61,12 +61,12 @@ def test_no_hostile_command_changes_what_a_worker_answers(
 
 
 def test_what_only_sockets_let_through_holds_nobody_up() -> None:
-    found = siege_wire(1500, 7, nothing)
+    found = siege_wire(500, 7, nothing)
     assert found.passed, found
 
 
 def test_who_may_not_connect_does_not_and_disturbs_nobody(tmp_path: Path) -> None:
-    found = siege_handshakes(50, tmp_path, nothing)
+    found = siege_handshakes(20, tmp_path, nothing)
     assert found.passed, found
     assert found.refused > 0
 
@@ -103,14 +103,11 @@ def test_what_is_of_no_effect_is_served_and_not_executed(loader: Loader, bad: Ba
     assert tried.passed, tried
 
 
-@pytest.mark.parametrize(
-    "name", ["a pickle with a payload for weights", "a head that is a pickle with a payload"]
-)
 def test_a_payload_does_harm_where_it_is_unpickled(
-    name: str, good: Mapping[str, Path], tmp_path: Path
+    good: Mapping[str, Path], tmp_path: Path
 ) -> None:
     """Otherwise nothing would show that it was not."""
-    bad = next(bad for _, bad in FOLDERS if bad.name == name)
+    bad = next(bad for _, bad in FOLDERS if bad.name == "a pickle with a payload for weights")
     file = damaged(bad, good, tmp_path) / "pytorch_model.bin"
     subprocess.run(
         [

@@ -150,7 +150,8 @@ def test_on_a_busy_machine_nothing_is_saved_and_the_busy_programs_are_reported(
     model = str(config_alone(tmp_path / "model"))
     with subprocess.Popen([sys.executable, "-c", "while 1: pass"]) as busy:
         try:
-            result = run("calibrate", "--seconds", "0.5", "--target", model, "--json", env=cache)
+            flags = ("--seconds=0.1", "--target", model, "--draft=none", "--json")
+            result = run("calibrate", *flags, env=cache)
         finally:
             busy.kill()
     assert result.returncode == 1

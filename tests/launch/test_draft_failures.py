@@ -20,7 +20,7 @@ from support.web import api
 Run = Callable[..., CompletedProcess[str]]
 SCRIPT = Path(__file__).parent.parent / "support" / "failing_draft.py"
 TREE = TreeSettings(policy="dynamic", gamma=15, depth=8, width=10, insist=True)
-TOKENS = 24
+TOKENS = 16
 WAYS = {
     "only_below_the_root": "IndexError: the index is on another device",
     "only_in_depth": "IndexError: the index is on another device",

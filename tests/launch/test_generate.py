@@ -384,16 +384,6 @@ def test_rounds_without_speculation_that_nobody_decided_are_told_with_what_was_a
     )
 
 
-def test_a_reply_that_has_room_for_one_token_more_says_so(invoke: Run, stack: Stack) -> None:
-    """The first token comes with the prompt, the second is all that is left for the only round."""
-    done = invoke("generate", STORY, "--connect", stack.address, "--max-tokens", "2")
-    assert (
-        done.stderr.splitlines()[-1]
-        == "without speculation in every round: the last, which had room for a single token"
-    )
-    assert "· 1 round ·" in done.stderr
-
-
 def test_the_rounds_of_a_request_are_recorded_as_they_were(
     invoke: Run, stack: Stack, tmp_path: Path
 ) -> None:
@@ -686,12 +676,6 @@ def test_a_file_that_holds_anything_else_is_refused_and_stays_as_it_is(
     with pytest.raises(UserError, match="is not of an earlier run"), open_answers(path):
         pass
     assert path.read_text() == content
-
-
-@pytest.mark.parametrize("path", ["/dev/full", "/dev/null", "/dev/zero", "/"])
-def test_answers_go_to_a_regular_file_only(path: str) -> None:
-    with pytest.raises(UserError, match="is not a regular file"), open_answers(Path(path)):
-        pass
 
 
 def test_the_answers_do_not_go_to_the_file_of_the_prompts(

@@ -320,17 +320,6 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     assert_nothing_is_left([], tmp_path)
 
 
-def test_too_few_open_files_are_told_with_how_many_are_needed(run: Run, tmp_path: Path) -> None:
-    limited = ("bash", "-c", 'ulimit -n 40; exec "$@"', "bash")
-    done = run("serve", "--http.port", "0", command_prefix=limited)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert (
-        "dovetail needs 64 open files, and may have 40: raise the limit with `ulimit -n"
-        in done.stderr
-    )
-    assert_nothing_is_left([], tmp_path)
-
-
 def test_a_port_of_the_administrators_is_refused_with_those_that_are_free() -> None:
     words = refusal("127.0.0.1", 80, PermissionError(errno.EACCES, "Permission denied"))
     assert words.startswith("http.port = 80 is below 1024, which this user may not listen at: ")

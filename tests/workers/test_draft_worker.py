@@ -214,19 +214,6 @@ def test_more_sessions_than_a_worker_holds_are_refused(
     assert refusal.value.code == "capacity"
 
 
-def test_sessions_keep_their_own_logs(worker: DraftWorker[DraftSession]) -> None:
-    worker.handle(open_())
-    worker.handle(open_(session=6, prompt=(9, 9, 9, 9)))
-    for round_ in (1, 2, 3):
-        mine, other = (
-            only(worker.handle(draft(round_, prefix=3 + round_))),
-            only(worker.handle(draft(round_, prefix=4 + round_, session=6))),
-        )
-        assert isinstance(mine, Drafted)
-        assert isinstance(other, Drafted)
-        assert (mine.session, other.session) == (5, 6)
-
-
 def test_a_prompt_beyond_the_drafts_context_is_opened_and_said_on_stderr(
     worker: DraftWorker[DraftSession], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,21 +227,6 @@ def test_a_prompt_beyond_the_drafts_context_is_opened_and_said_on_stderr(
     drafted = only(worker.handle(draft(1, prefix=CONTEXT + 5)))
     assert isinstance(drafted, Drafted)
     assert drafted.tokens == ()
-
-
-def test_a_session_whose_logits_are_not_numbers_is_forgotten(
-    worker: DraftWorker[DraftSession], llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker.handle(open_())
-    monkeypatch.setattr(
-        llama,
-        "forward",
-        lambda *arguments, real=llama.forward, **named: real(*arguments, **named) * float("nan"),
-    )
-    with pytest.raises(FloatingPointError):
-        worker.handle(draft(1, prefix=4))
-    with pytest.raises(RequestError, match="not open"):
-        worker.handle(draft(1, prefix=4))
 
 
 def test_idle_time_computes_noise_until_nothing_is_left_to_do(
@@ -301,11 +273,6 @@ def test_more_tokens_that_do_not_fit_are_refused_and_change_nothing(
         worker.handle(command)
     assert refusal.value.code == code
     assert isinstance(only(worker.handle(draft(2, prefix=5))), Drafted)
-
-
-def test_a_session_may_begin_with_rounds_without_a_draft(worker: DraftWorker[DraftSession]) -> None:
-    worker.handle(open_())
-    assert isinstance(only(worker.handle(draft(3, prefix=6, more=(8, 9)))), Drafted)
 
 
 @pytest.mark.parametrize(
@@ -572,15 +539,6 @@ def test_features_that_cannot_be_are_refused_and_change_nothing(
     )
 
 
-def test_a_head_may_begin_with_rounds_without_a_draft(tmp_path: Path, llama_folder: Path) -> None:
-    worker = head_worker(write_head(tmp_path, "eagle"), llama_folder)
-    worker.handle(open_())
-    only(worker.handle(feed(0, 3)))
-    drafted = only(worker.handle(draft(3, prefix=6, more=(4, 5), features=features(2))))
-    assert isinstance(drafted, Drafted)
-    assert len(drafted.tokens) > 0
-
-
 def test_a_draft_that_reads_nothing_refuses_features(worker: DraftWorker[DraftSession]) -> None:
     worker.handle(open_())
     with pytest.raises(RequestError, match="reads no features") as refusal:
@@ -605,31 +563,6 @@ def test_a_session_whose_feed_fails_is_forgotten(
     assert worker.sessions == 0
 
 
-def test_interleaved_sessions_of_a_head_draft_what_each_drafts_alone(
-    tmp_path: Path, llama_folder: Path
-) -> None:
-    def rounds(worker: DraftWorker[Any], *numbers: int) -> list[tuple[Any, ...]]:
-        for number in numbers:
-            worker.handle(
-                open_(session=number, prompt=(*PROMPT, number), sampling=Sampling(temperature=1.0))
-            )
-            only(worker.handle(feed(0, 4, session=number)))
-        proposals = []
-        for round_ in (1, 2, 3):
-            for number in numbers:
-                rows = None if round_ == 1 else features(1)
-                drafted = only(
-                    worker.handle(draft(round_, session=number, prefix=4 + round_, features=rows))
-                )
-                assert isinstance(drafted, Drafted)
-                proposals.append((number, drafted.tokens, drafted.parents))
-        return proposals
-
-    folder = write_head(tmp_path, "dovetail-3")
-    together = rounds(head_worker(folder, llama_folder), 8, 9)
-    assert [p for p in together if p[0] == 9] == rounds(head_worker(folder, llama_folder), 9)
-
-
 @pytest.mark.parametrize(("said", "folder_kind", "words"), [
     ("small", "eagle", "is a head of kind 'eagle'"),
     ("eagle3", "dovetail", "is a head of kind 'dovetail'"),
@@ -641,17 +574,6 @@ def test_a_kind_that_contradicts_the_folder_is_refused(
     folder = write_head(tmp_path, folder_kind) if folder_kind else llama_folder
     with pytest.raises(SettingsError, match=f"^draft.kind = '{said}', but {folder} {words}"):
         head_worker(folder, llama_folder, kind=said)
-
-
-@pytest.mark.parametrize(
-    ("said", "variant", "row"), [("jakiro", "jakiro-star", 64), ("eagle3", "eagle3", 192)]
-)
-def test_a_kind_that_agrees_with_the_folder_is_taken(
-    said: str, variant: str, row: int, tmp_path: Path, llama_folder: Path
-) -> None:
-    reads = head_worker(write_head(tmp_path, variant), llama_folder, kind=said).hello(EPOCH).reads
-    assert reads is not None
-    assert reads.row == row
 
 
 def test_heads_and_smaller_models_can_have_four_bits(llama_folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.errors import RequestError
 from dovetail.protocol.noise import gumbel
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
@@ -222,25 +221,6 @@ def test_a_draft_equal_to_its_target_is_accepted_to_its_full_depth_every_round(
     assert [count for _, count in history] == [SHAPE.depth] * 6
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_what_a_session_proposes_does_not_depend_on_the_sessions_beside_it(
-    llama: LanguageModel, tmp_path: Path, sampling: Sampling
-) -> None:
-    target, engine = tiny_llama(tmp_path, seed=1), drafter(llama)
-    expected = follow(engine, opened(engine, sampling=sampling), target, rounds=4)
-    other = opened(engine, prompt=[9, 9])
-    assert (
-        follow(
-            engine,
-            opened(engine, sampling=sampling),
-            target,
-            rounds=4,
-            besides=lambda: engine.draft(other, (), 7, SHAPE),
-        )
-        == expected
-    )
-
-
 def test_an_order_bounds_nodes_depth_and_width(llama: LanguageModel) -> None:
     for shape in (Shape(0, 3, 3), Shape(1, 4, 4), Shape(5, 1, 9), Shape(7, 3, 1), Shape(30, 4, 3)):
         engine = drafter(llama)
@@ -354,11 +334,6 @@ def test_ids_beyond_the_targets_vocabulary_are_never_proposed(llama: LanguageMod
         )
     )
     assert max(engine.draft(session, (), 2, Shape(60, 3, 10)).tree.tokens) < 10
-
-
-def test_a_token_that_the_draft_has_no_row_for_is_refused(llama: LanguageModel) -> None:
-    with pytest.raises(RequestError, match="token 48 is beyond the draft's vocabulary of 48"):
-        drafter(llama).check_tokens([5, VOCABULARY])
 
 
 def test_noise_is_computed_ahead_and_changes_nothing(llama: LanguageModel) -> None:

@@ -616,24 +616,6 @@ def test_a_prompt_longer_than_the_window_leaves_its_last_rows(
     check_window(story)
 
 
-def test_a_token_that_the_target_has_no_row_for_is_refused(head: Head) -> None:
-    with pytest.raises(
-        RequestError, match="token 48 is beyond the vocabulary of 48 of this head's target"
-    ):
-        HeadDrafter(head, Spans(), contrast=False).check_tokens([5, VOCABULARY])
-
-
-def test_a_head_says_what_it_reads(head: Head) -> None:
-    reads = HeadDrafter(head, Spans(), contrast=False).reads
-    assert (reads.taps, reads.width, reads.dtype, reads.vocabulary_size) == (
-        head.spec.taps,
-        head.spec.target_width,
-        head.spec.dtype,
-        VOCABULARY,
-    )
-    assert reads.row == head.spec.feature_width
-
-
 # -- ahead -----------------------------------------------------------------------------------------
 
 
