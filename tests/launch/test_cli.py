@@ -188,44 +188,6 @@ def test_a_mistake_in_a_process_of_its_own_is_one_line_too(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        pytest.param(
-            ("--target", "/no/such/model"),
-            "the target model /no/such/model is not there: name an existing folder or GGUF file",
-            marks=pytest.mark.slow,
-        ),
-        (
-            ("--draft", "./no-draft"),
-            "the draft model ./no-draft is not there: name an existing folder",
-        ),
-        (
-            ("--target", "models/none"),
-            "the target model models/none is not a folder here and not in the Hugging Face cache, "
-            "and the hub cannot be reached",
-        ),
-        pytest.param(
-            ("--target", "{file}.gguf"),
-            "is no GGUF file: it does not begin with the letters GGUF",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_model_is_looked_for_before_anything_else_is_said_of_it(
-    run: Run, tmp_path: Path, arguments: tuple[str, str], named: str
-) -> None:
-    (tmp_path / "model.gguf").touch()
-    done = run(
-        "generate",
-        "hello",
-        *(argument.format(file=tmp_path / "model") for argument in arguments),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
-    assert named in one_line(done)
-
-
-@pytest.mark.parametrize(
     ("error", "code"), [(SettingsError("x"), 2), (LinkClosed("x"), 1), (KeyboardInterrupt(), 130)]
 )
 def test_every_kind_of_error_has_its_exit_code(

@@ -44,30 +44,6 @@ def test_what_it_writes_is_for_its_owner_alone_and_no_secret_is_said(
     assert not any(secret in done.stdout + done.stderr for secret in secrets for done in said)
 
 
-def test_a_key_is_rotated_under_a_running_coordinator(
-    run: Run, start: Start, folder: Path, tmp_path: Path
-) -> None:
-    address = listening(start, folder)
-    old = Path(shutil.copytree(folder, tmp_path / "old"))
-    assert status(run, address, old) == 0
-    done = run("keygen", "--out", str(folder), "--rotate", "client")
-    assert "need not be restarted" in done.stdout
-    assert status(run, address, old) == 1
-    assert status(run, address, folder) == 0
-
-
-def test_a_key_is_revoked_under_a_running_coordinator(
-    run: Run, start: Start, folder: Path, tmp_path: Path
-) -> None:
-    address = listening(start, folder)
-    old = Path(shutil.copytree(folder, tmp_path / "old"))
-    assert (
-        run("keygen", "--out", str(folder), "--revoke", "client").stdout
-        == "client is refused from now on\n"
-    )
-    assert status(run, address, old) == 1
-
-
 def test_whoever_has_no_operators_key_is_told_so_before_anything_is_asked(
     invoke: Run, start: Start, folder: Path, tmp_path: Path
 ) -> None:

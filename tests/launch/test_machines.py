@@ -69,24 +69,6 @@ def test_three_machines_give_what_one_gives(
     assert [worker.wait(PATIENCE_S) for worker in workers] == [0, 0]
 
 
-@pytest.mark.slow
-def test_a_key_does_not_open_another_role(start: Start, run: Run, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    assert run("keygen", "--out", str(keys)).returncode == 0
-    coordinator = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", str(keys))
-    assert coordinator.stdout is not None
-    address = coordinator.stdout.readline().strip()
-    folder = Path(machine(keys, "client"))
-    forged = folder / "draft.key"
-    shutil.copy2(folder / "client.key", forged)
-    forged.write_text(
-        json.dumps({**json.loads(forged.read_text()), "name": "draft", "roles": ["draft"]})
-    )
-    refused = run("worker", "--role", "draft", "--connect", address, "--keys", str(folder))
-    assert refused.returncode == 2
-    assert "'client' may be client, not draft" in refused.stderr
-
-
 def test_workers_say_what_they_are_bound_to(stack: Stack, invoke: Run) -> None:
     workers = json.loads(invoke("status", "--connect", stack.address, "--json").stdout)["workers"]
     layout = layout_of(stack.configuration.settings)

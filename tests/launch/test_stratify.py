@@ -18,9 +18,8 @@ from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.launch.settings.thresholds import draft_facts, read_thresholds, write_thresholds
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import Result, RoundRecord
-from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
+from dovetail.protocol.settings import DraftSettings, TreeSettings
 from dovetail.workers.training.stratify import Bin, Round, Strata
-from support.cases import everyday
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 PROMPTS = [
@@ -285,41 +284,6 @@ def test_what_cannot_be_is_refused_before_anything_is_decoded(
     done = stratified(invoke, tmp_path, "--prompts", str(DEMO_FOLDER / "prompts.jsonl"), *arguments)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert complaint in done.stderr
-
-
-@pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 1.0))
-def test_whatever_the_bins_and_switches_the_tokens_are_the_target_s_own(
-    stack: Stack, temperature: float
-) -> None:
-    sampling = Sampling(temperature=temperature)
-    bounds: list[tuple[float, ...]] = [(1.0, 3.0, 6.0), (50.0,), (50.0, 60.0, 70.0), ()]
-    switches: list[tuple[str, ...]] = [("extend", "prune", "compute"), ("extend",), ("prune",), ()]
-    with stack.connect() as client:
-        for prompt in PROMPTS[:2]:
-            alone = client.complete(
-                client.submit(
-                    turns=prompt["turns"], sampling=sampling, max_tokens=48, seed=3, speculate=False
-                )
-            ).result
-            for thresholds, adapt in zip(bounds, switches, strict=True):
-                tree = TreeSettings.model_validate(
-                    {
-                        "policy": "heterospec",
-                        "insist": True,
-                        "gamma": 15,
-                        "depth": 8,
-                        "width": 4,
-                        "thresholds": thresholds,
-                        "adapt": adapt,
-                    }
-                )
-                found = client.complete(
-                    client.submit(
-                        turns=prompt["turns"], sampling=sampling, max_tokens=48, seed=3, tree=tree
-                    )
-                ).result
-                assert found.token_ids == alone.token_ids
-                assert found.rounds < alone.rounds
 
 
 def test_in_a_low_bin_more_levels_are_accepted_than_the_depth_and_in_one_bin_alone_they_are_not(

@@ -1,7 +1,6 @@
 """Processes of ours: none outlives its supervisor, whatever ends it, and nothing is left behind."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from dovetail.launch.processes import supervise
-from dovetail.launch.processes.stack import begin_stack, wait_until_ready
+from dovetail.launch.processes.stack import begin_stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.models import DEMO_FOLDER
@@ -68,21 +67,6 @@ with supervise.Supervisor() as supervisor:
             print(minder := supervisor._warden.pid, flush=True)
         signal.sigtimedwait([signal.SIGUSR1], 0.05)
 """,  # noqa: E501
-)
-FORKS = (
-    sys.executable,
-    "-P",
-    "-c",
-    """
-import signal
-from dovetail.launch.processes.supervise import Supervisor
-waiting = ["worker", "--role=draft", "--draft.kind=ngram", "--connect=-"]
-with Supervisor() as supervisor:
-    nursery = supervisor.start_nursery([])
-    forked = supervisor.start_forked(nursery, {"one": waiting, "other": waiting})
-    print(*(child.process.pid for child in forked.values()), flush=True)
-    signal.pause()
-""",
 )
 FORKING = (*PARENT[:-1], f"import sys; sys.argv[0] = 'dovetail'{PARENT[-1]}")
 """`PARENT` under the name of the command `dovetail`, which forks what it starts."""
@@ -147,20 +131,6 @@ def test_leaving_the_block_ends_everything_and_removes_what_was_left(temporary: 
         pids = [child.process.pid for child in supervisor.children]
         assert Path(address.removeprefix("ipc://")).exists()
     assert_gone(pids)
-    assert [*temporary.iterdir()] == []
-
-
-def test_an_exception_ends_everything_too(temporary: Path) -> None:
-    supervisor = Supervisor()
-
-    def fail() -> None:
-        with supervisor:
-            start_coordinator(supervisor, CORES)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert_gone([child.process.pid for child in supervisor.children])
     assert [*temporary.iterdir()] == []
 
 
@@ -287,34 +257,6 @@ def test_what_is_forked_is_a_child_of_its_own_as_one_that_was_started() -> None:
     assert_gone([one.pid, other.pid])
 
 
-def test_what_is_forked_has_its_own_words_stdin_and_exit_code() -> None:
-    with Supervisor() as supervisor:
-        commands = {
-            "wrong worker": ["worker", "--role=draft", "--draft.kind=odd"],
-            "left worker": WAITING,
-        }
-        forked = supervisor.start_forked(supervisor.start_nursery([]), commands)
-        assert forked["wrong worker"].process.wait(PATIENCE_S) == supervise.USER_ERROR
-        with pytest.raises(UserError, match=r"^the wrong worker: .*'odd'"):
-            supervisor.check()
-        forked["left worker"].tell("", last=True)
-        assert forked["left worker"].process.wait(PATIENCE_S) == 0
-        assert forked["left worker"].last_words() == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_that_was_forked_outlives_its_supervisor(
-    start: Start, number: signal.Signals
-) -> None:
-    parent = start(command=FORKS)
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2
-    parent.send_signal(number)
-    parent.wait(PATIENCE_S)
-    assert_gone(pids)
-
-
 def test_what_cannot_be_imported_is_told_and_nothing_is_forked() -> None:
     with Supervisor() as supervisor:
         nursery = supervisor.start_nursery(["dovetail.launch.no_such_module"])
@@ -360,21 +302,6 @@ def test_the_folders_of_a_killed_supervisor_go_though_its_children_have_ended_be
         check=True,
     )
     assert not folder.exists()
-
-
-def test_a_worker_that_dies_at_the_start_is_one_clear_line(tmp_path: Path) -> None:
-    shutil.copytree(DEMO_FOLDER / "target", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    configuration = configure(
-        flags={"target.model": str(tmp_path), "draft.kind": "none"}, environment={}
-    )
-    with Supervisor() as supervisor:
-        stack = begin_stack(supervisor, configuration)()
-        with pytest.raises(UserError) as caught:
-            wait_until_ready(supervisor, stack)
-    assert str(caught.value).startswith("the target worker: ")
-    assert str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_worker_that_crashes_is_reported_with_its_last_words() -> None:

@@ -24,7 +24,6 @@ from dovetail.protocol.messages import Hello, Welcome, WorkerState
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.client import Client
 from support import stuck
-from support.fleets import Fleet
 from support.patience import PATIENCE_S
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -142,38 +141,6 @@ def test_a_worker_of_nobody_tells_by_its_exit_code_whether_it_was_drained(
     registered(address)
     coordinator.terminate()
     assert other.wait(PATIENCE_S) == 0
-
-
-def test_a_worker_that_is_stopped_is_lost_and_comes_back_as_another_incarnation(
-    start: Start, address: str
-) -> None:
-    coordinate(start, address)
-    worker = start("worker", "--role", "draft", "--draft", "ngram", "--connect", address)
-    before = registered(address)
-    worker.send_signal(signal.SIGSTOP)
-    gone(address)
-    worker.send_signal(signal.SIGCONT)
-    after = registered(address)
-    assert (after.pid, after.worker_epoch == before.worker_epoch) == (worker.pid, False)
-
-
-def test_a_worker_behind_a_slow_line_comes_back_when_its_connection_breaks() -> None:
-    with Fleet() as fleet, fleet.client() as client:
-        member = fleet.add("draft", "draft", "--draft.kind=ngram", proxied=True)
-        assert member.proxy is not None
-        member.proxy.delay(0.2)
-        (before,) = fleet.wait_until(
-            client, lambda state: bool(state.workers), "nobody has registered"
-        ).workers
-        member.proxy.cut()
-        state = fleet.wait_until(
-            client,
-            lambda state: any(
-                worker.worker_epoch != before.worker_epoch for worker in state.workers
-            ),
-            "it has not come back",
-        )
-        assert {worker.pid for worker in state.workers} == {member.pid}
 
 
 def test_a_worker_waits_for_no_other_coordinator_where_it_is_told_so(

@@ -41,7 +41,7 @@ from dovetail.protocol.messages import (
     Verify,
     Welcome,
 )
-from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
+from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.client import Client
 from dovetail.runtime.control.rounds import Plan
@@ -56,7 +56,6 @@ from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import RoundTimes
 from support.houses import PROMPT, House, pumped
 from support.scripted import (
-    END,
     READS,
     VOCABULARY,
     DrawingDraft,
@@ -122,26 +121,6 @@ def test_a_speculating_session_needs_fewer_rounds_and_says_tau() -> None:
     assert result.acceptance_rate == pytest.approx(result.accepted_tokens / result.drafted_tokens)
 
 
-def test_every_nanosecond_of_a_request_is_accounted_for() -> None:
-    result = House().complete().result
-    parts = (
-        result.prefill_s
-        + result.draft_exposed_s
-        + result.verify_s
-        + result.transport_s
-        + result.queue_s
-        + result.coordinator_s
-    )
-    assert parts + result.unaccounted_s == pytest.approx(result.wall_s, abs=1e-9)
-    assert abs(result.unaccounted_s) < 1e-9 + 0.02 * result.wall_s
-
-
-def test_duplicate_events_change_nothing_and_are_counted() -> None:
-    house = House(repeat=3)
-    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
-    assert house.report().stale > 0
-
-
 @given(
     seed=st.integers(0, 2**32),
     reads=st.sampled_from([None, READS]),
@@ -191,41 +170,6 @@ def test_events_of_another_incarnation_are_dropped() -> None:
     assert house.report().stale >= 1
 
 
-def test_end_token_stop_string_and_length_cut_inside_an_accepted_path() -> None:
-    house = House()
-    whole = continuation(PROMPT, 60)
-    for length in range(1, 8):
-        result = house.complete(max_tokens=length).result
-        assert (list(result.token_ids), result.finish_reason) == (whole[:length], "length")
-    third = house.complete(max_tokens=3).result.text
-    word = f"w{whole[1]} w{whole[2]}"
-    stopped = house.complete(stop=(word,)).result
-    assert stopped.finish_reason == "stop"
-    assert list(stopped.token_ids) == whole[:3]
-    assert stopped.text == third[: third.index(word)]
-    ended = next(
-        p for p in ((i, 3) for i in range(1, 200)) if END in continuation((p[0] % 90 + 1, 3), 60)
-    )
-    result = house.complete(prompt=(ended[0] % 90 + 1, 3)).result
-    assert result.finish_reason == "stop"
-    assert result.token_ids[-1] == END
-
-
-def test_cancelling_frees_both_workers_and_answers_with_what_there_is() -> None:
-    house = House()
-    house.submit()
-    house.coordinator.pump()
-    assert house.target is not None
-    house.target.step()
-    house.coordinator.pump()
-    house.client.cancel(1)
-    result = next(r.result for r in house.replies() if isinstance(r, Finished))
-    assert result.finish_reason == "cancelled"
-    assert list(result.token_ids) == continuation(PROMPT, 60)[: result.completion_tokens]
-    assert all(not worker.logs for worker in house.workers)
-    assert house.report().sessions == 0
-
-
 def test_a_request_that_is_cancelled_while_its_prompt_is_read_ends_as_soon_as_that_is_done() -> (
     None
 ):
@@ -258,44 +202,6 @@ def test_a_client_that_goes_leaves_nothing_behind() -> None:
     report = house.report()
     assert (report.sessions, report.cancelled) == (0, 1)
     assert all(not worker.logs for worker in house.workers)
-
-
-def test_without_the_draft_worker_a_session_goes_on_with_the_target_alone() -> None:
-    house = House()
-    request = house.submit()
-    for _ in range(3):
-        house.coordinator.pump()
-        for worker in house.workers:
-            worker.step()
-    assert house.draft is not None
-    house.workers.remove(house.draft)
-    house.draft.link.close()
-    finished = house.client.complete(request)
-    assert list(finished.result.token_ids) == continuation(PROMPT, 60)
-    report = house.report()
-    assert report.degraded
-    assert "draft" in report.reasons[0]
-
-
-def test_losing_the_target_worker_is_one_clear_error_where_nobody_is_waited_for() -> None:
-    house = House(settings=CoordinatorSettings(recovery_s=0.0))
-    house.submit()
-    house.coordinator.pump()
-    assert house.target is not None
-    house.workers.remove(house.target)
-    house.target.link.close()
-    failed = next(r for r in house.replies() if isinstance(r, Failed))
-    assert failed.code == "worker_lost"
-    assert "target worker target" in failed.text
-    assert house.report().sessions == 0
-
-
-def test_a_request_without_a_target_says_how_to_start_one() -> None:
-    house = House(target=False)
-    house.submit()
-    failed = next(r for r in house.replies() if isinstance(r, Failed))
-    assert failed.code == "no_target"
-    assert "dovetail worker --role target" in failed.text
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_lengths() -> None:
@@ -397,13 +303,6 @@ def test_another_version_is_refused_with_both_named(version: tuple[int, int]) ->
     stranger = house.add(ScriptedDraft, "draft", version=version)
     assert stranger.failures[0].code == "version"
     assert ".".join(map(str, version)) in stranger.failures[0].text
-
-
-def test_a_key_may_only_play_its_roles() -> None:
-    house = House(draft=False)
-    stranger = house.add(ScriptedDraft, "draft", user=PeerKey("laptop", ("client",), "0" * 40))
-    assert stranger.failures[0].code == "role"
-    assert "laptop" in stranger.failures[0].text
 
 
 def test_hostile_bytes_are_counted_and_hurt_nobody() -> None:
@@ -814,13 +713,6 @@ def test_ending_cancels_what_runs_and_drains_the_workers() -> None:
     )
 
 
-def test_a_trace_holds_the_spans_of_all_processes() -> None:
-    finished = House().complete(trace=True)
-    assert {seen.process for seen in finished.spans} >= {"target", "coordinator"}
-    assert {seen.span[0] for seen in finished.spans} >= {"prefill", "verify", "handle", "link"}
-    assert House().complete().spans == ()
-
-
 def test_the_same_seed_gives_the_same_key_and_no_seed_a_reported_one() -> None:
     house = House()
     house.complete(seed=7)
@@ -912,16 +804,6 @@ def test_sessions_with_a_head_and_without_share_a_target() -> None:
     assert all(
         r.result.accepted_tokens > 0 for r in finished if r.request % 3 and r.result.rounds > 4
     )
-
-
-def test_features_count_in_the_bytes_of_a_round() -> None:
-    plain, read = (House(reads=reads).complete(prompt=LONG).result for reads in (None, READS))
-    assert read.rounds == plain.rounds
-    rows = (
-        len(LONG) + len(read.token_ids) - 1 - read.rounds
-    )  # those of the last round are not sent on
-    least, row = 2 * rows, 2 * READS.row
-    assert read.rounds * (read.bytes_per_round - plain.bytes_per_round) > least * row
 
 
 @pytest.mark.parametrize(
@@ -1132,14 +1014,6 @@ def test_laws_that_the_target_finds_impossible_are_the_drafts_fault_and_not_the_
     assert list(result.token_ids) == continuation(PROMPT, 60)
     assert (result.accepted_tokens, house.report().refused, house.report().failed) == (0, 1, 0)
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
-
-
-def test_settings_that_do_not_go_together_are_refused_in_one_line() -> None:
-    house = House()
-    house.submit(sampling=REJECTION, tree=TreeSettings(policy="dynamic", insist=True))
-    failed = next(r for r in house.replies() if isinstance(r, Failed))
-    assert failed.code == "settings"
-    assert "set tree.policy to 'static'" in failed.text
 
 
 def flickering(house: House, seed: int) -> list[int]:

@@ -3,13 +3,10 @@ session without a loss: what its client is told is the same, token by token and 
 """
 
 import itertools
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dovetail.protocol.messages import (
     Close,
@@ -777,50 +774,3 @@ def test_a_late_answer_to_a_session_that_ended_there_is_not_taken_for_one_of_its
 
 
 # -- both, at random -------------------------------------------------------------------------------
-
-
-@given(
-    seed=st.integers(0, 2**32),
-    reads=st.sampled_from([None, READS]),
-    temperature=st.sampled_from([0.0, 1.0]),
-)
-@settings(max_examples=30, deadline=None)
-def test_no_schedule_of_losses_changes_what_a_client_is_told(
-    seed: int, reads: Reads | None, temperature: float
-) -> None:
-    rng = random.Random(seed)
-    house = House(reads=reads)
-    policies = ["dynamic", "goodput", "dynamic", "goodput"]
-    prompts = {
-        house.submit(
-            (i, 9),
-            max_tokens=120,
-            sampling=Sampling(temperature=temperature),
-            tree=TreeSettings(policy=policy),
-        ): (i, 9)
-        for i, policy in enumerate(policies, 1)
-    }
-    for _ in range(rng.randint(2, 12)):
-        for _ in range(rng.randint(1, 30)):
-            house.coordinator.pump()
-            if house.workers:
-                rng.choice(house.workers).step()
-        happens = rng.randrange(4)
-        if happens == 0 and house.workers:
-            house.lose(rng.choice(house.workers))
-            house.coordinator.look_around()
-        elif happens == 1:
-            another_draft_now(house, rng.choice([None, READS]))
-        elif happens == 2:
-            run, house.run = house.run, lambda most=0: None  # type: ignore[method-assign,assignment]
-            another_target(house)
-            house.run = run  # type: ignore[method-assign]
-    if not any(worker.role == "target" for worker in house.workers):
-        another_target(house)
-    spoken: dict[int, list[int]] = {request: [] for request in prompts}
-    for reply in house.replies():
-        assert not isinstance(reply, Failed) or reply.code == "no_target", reply
-        if isinstance(reply, Emitted):
-            spoken[reply.request] += reply.tokens
-    assert spoken == {request: continuation(prompt, 120) for request, prompt in prompts.items()}
-    check_all_is_over(house)

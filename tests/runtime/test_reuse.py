@@ -274,24 +274,12 @@ def test_a_prompt_that_goes_another_way_in_the_middle_reuses_what_is_before(
     assert turn(house, (*PROMPT[:28], 90, 91, 92)).result.reused_tokens == kept
 
 
-def test_the_same_prompt_once_more_reads_its_last_token_only() -> None:
-    house = House(limits=ROOMY)
-    turn(house, PROMPT)
-    assert turn(house, PROMPT).result.reused_tokens == len(PROMPT) - 1
-
-
 def test_a_beginning_that_many_prompts_share_costs_no_conversation_its_cache() -> None:
     house = House(limits=ROOMY)
     first = turn(house, (*PROMPT, *range(40, 90)))
     assert turn(house, (*PROMPT, 1)).result.reused_tokens == 0
     log = (*PROMPT, *range(40, 90), *first.result.token_ids)
     assert turn(house, (*log, 1)).result.reused_tokens == len(log) - 1
-
-
-def test_what_is_not_worth_it_is_not_reused() -> None:
-    house = House(limits=ROOMY)
-    turn(house, PROMPT[: WORTH - 1], max_tokens=2)
-    assert turn(house, (*PROMPT[: WORTH - 1], 90), max_tokens=2).result.reused_tokens == 0
 
 
 def test_a_prompt_that_was_only_read_is_reused_as_a_whole() -> None:

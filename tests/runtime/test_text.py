@@ -72,11 +72,6 @@ def test_a_template_that_refuses_is_the_users_mistake() -> None:
         codec("{{ raise_exception('roles must alternate') }}").encode_turns(["a"])
 
 
-def test_a_template_cannot_reach_the_interpreter() -> None:
-    with pytest.raises(RequestError):
-        codec("{{ ''.__class__.__mro__[1].__subclasses__() }}").encode_turns(["a"])
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -105,52 +100,6 @@ def test_without_a_usable_template_only_chats_are_refused(template: str) -> None
 @given(st.text(max_size=200))
 def test_a_text_never_has_fewer_tokens_than_the_least(text: str) -> None:
     assert codec().least_tokens(text) <= len(codec().encode(text))
-
-
-def test_lone_surrogates_are_refused() -> None:
-    with pytest.raises(RequestError, match="surrogate"):
-        codec().encode("\ud800")
-
-
-@given(st.text(max_size=40))
-def test_pieces_of_the_detokenizer_add_up_to_the_text(text: str) -> None:
-    tokenizer = byte_level()
-    detokenizer = detokenizer_of(tokenizer)
-    pieces = [detokenizer.push(i) for i in tokenizer.encode(text, add_special_tokens=False).ids]
-    assert "".join(pieces) + detokenizer.flush() == text
-
-
-def test_half_a_character_is_never_shown() -> None:
-    tokenizer = byte_level()
-    ids = tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False).ids
-    detokenizer = detokenizer_of(tokenizer)
-    assert [detokenizer.push(i) for i in ids[:-1]] == [""] * (len(ids) - 1)
-    assert "\N{REPLACEMENT CHARACTER}" in detokenizer.flush()
-
-
-@given(
-    st.text(alphabet="ab", max_size=30),
-    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
-    st.data(),
-)
-def test_stop_strings_cut_the_same_however_the_text_arrives(
-    text: str, stops: list[str], data: st.DataObject
-) -> None:
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    first_end = min((text.find(s) + len(s) for s in stops if s in text), default=len(text))
-    cutter, shown, position = StopStrings(stops), "", 0
-    stopped = False
-    while position < len(text) and not stopped:
-        step = data.draw(st.integers(1, 3))
-        piece, stopped = cutter.push(text[position : position + step])
-        shown, position = shown + piece, position + step
-    if found:
-        assert stopped
-        assert position >= first_end
-        assert not any(stop in shown for stop in stops)
-        assert text.startswith(shown)
-    else:
-        assert shown + cutter.flush() == text
 
 
 class ObviousStopStrings:
