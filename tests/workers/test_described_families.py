@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.settings import Sampling
 from dovetail.workers import kernels
 from dovetail.workers.kernels.layer_plan import HeadNorm, Score
 from dovetail.workers.models import loading
@@ -25,7 +24,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from support.architectures import VARIED, VOCABULARY, write_tiny, write_varied
 from support.decoded import extend, in_a_tree
-from support.models import reference_choice, reference_logits, reference_tokens
+from support.models import reference_logits
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
@@ -41,11 +40,6 @@ NEW = (
     *("deepseek_v2", "deepseek_v3"),
 )
 """Families that between them take every branch of a description."""
-ALIKE = (
-    *("exaone", "internlm3", "iquestcoder", "phi4_multimodal", "cohere", "gemma4_unified_text"),
-    *("sarvam_mla", "glm4_moe_lite", "youtu"),
-)
-"""Families that are another one by another name, or less than it."""
 FOUND = r"layer \d+ .*(differ|described|sees others|reads other|chooses other experts)"
 NEW_IN_ALL_WEIGHTS = [
     pytest.param(kind, weights, marks=[] if weights == "fp32" else pytest.mark.slow)
@@ -106,25 +100,6 @@ def test_a_described_family_is_computed_by_the_kernels_as_by_transformers(
     expected = reference_logits(model.checkpoint.folder, ids)
     shares = (plain - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(shares.mean() if weights == "int8" else shares.max()) < TOLERANCE[weights]
-
-
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("gpt2", "gpt_oss", "qwen3_5_text", "deepseek_v3"),
-        *("mixtral", "qwen2_moe", "granitemoe", "glm4_moe", "afmoe"),
-    ],
-)
-def test_the_tokens_are_those_of_transformers(
-    kind: str, temperature: float, loaded: Callable[[str, str], LanguageModel]
-) -> None:
-    model, log = loaded(kind, "fp32"), tokens()[:PROMPT]
-    key, sampling = bytes(range(16)), Sampling(temperature=temperature)
-    expected = reference_tokens(model.checkpoint.folder, log, PATH, key=key, sampling=sampling)
-    chunks = [PROMPT, *[1] * PATH]
-    for place, logits in enumerate(read(model, log + expected, chunks)[PROMPT - 1 : -1].tolist()):
-        assert reference_choice(logits, sampling, key, PROMPT + place) == expected[place]
 
 
 @pytest.mark.parametrize(

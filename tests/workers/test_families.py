@@ -22,7 +22,6 @@ from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
 from support.decoded import logits_of
 from support.models import (
-    CONTEXT,
     FAMILIES,
     VOCABULARY,
     cache_row,
@@ -85,16 +84,16 @@ class Models:
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         self._factory = factory
-        self._folders: dict[tuple[str, torch.dtype, int], Path] = {}
-        self._models: dict[tuple[str, str, int], LanguageModel] = {}
+        self._folders: dict[tuple[str, torch.dtype], Path] = {}
+        self._models: dict[tuple[str, str], LanguageModel] = {}
 
-    def get(self, family: str, way: str, context: int = CONTEXT) -> LanguageModel:
+    def get(self, family: str, way: str) -> LanguageModel:
         backend, weights, dtype, _ = WAYS[way]
-        if (place := (family, dtype, context)) not in self._folders:
+        if (place := (family, dtype)) not in self._folders:
             self._folders[place] = FAMILIES[family](
-                self._factory.mktemp(family), dtype=dtype, context=context
+                self._factory.mktemp(family), dtype=dtype, context=LONG
             )
-        if (key := (family, way, context)) not in self._models:
+        if (key := (family, way)) not in self._models:
             self._models[key] = load_language_model(
                 str(self._folders[place]), weights=weights, device="cpu", backend=backend
             )
@@ -252,7 +251,7 @@ def chunks_of(size: int, total: int) -> list[int]:
 def test_a_token_has_the_same_bytes_alone_and_in_any_chunk_on_every_instruction_set(
     family: str, way: str, length: str, models: Models, every_isa: list[kernels.Isa]
 ) -> None:
-    model, (total, chunks) = models.get(family, way, LONG), LENGTHS[length]
+    model, (total, chunks) = models.get(family, way), LENGTHS[length]
     numbers = random.Random(4)
     tokens = [numbers.randrange(VOCABULARY) for _ in range(total)]
     alone = Bytes(model, tokens, chunks_of(1, total))

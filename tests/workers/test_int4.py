@@ -28,6 +28,7 @@ from dovetail.workers.models.checkpoints.quantised.stacks import Stack
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.parity.card import card_of
 from support.architectures import write_tiny
+from support.cases import everyday
 from support.decoded import logits_of as text_logits
 from support.gguf_files import write_gguf
 
@@ -151,9 +152,7 @@ def as_transformers_has(numbers: Tensor, name: str, family: str) -> Tensor:
     return (numbers.mT if turned or ".c_" in name else numbers).contiguous()  # GPT-2's [in, out]
 
 
-@pytest.mark.parametrize(
-    "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES)]
-)
+@pytest.mark.parametrize("family", everyday((*FAMILIES, *MIXTURES), "gpt2", "qwen3", "qwen3_moe"))
 def test_a_model_is_transformers_of_what_its_blocks_stand_for(
     family: str, tmp_path: Path, caches: Path
 ) -> None:

@@ -234,7 +234,7 @@ def next_prompt(log: Sequence[int], kept: int, more: int, rng: random.Random) ->
     cut=st.sampled_from(["one", "all", "some", "prompt", "none"]),
     halved=st.booleans(),
 )
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_a_conversation_of_a_target_that_keeps_its_rows_is_the_same_bytes(
     llama: LanguageModel,
     halved_llama: LanguageModel,
@@ -366,7 +366,7 @@ def rounds(
     sampling=st.sampled_from([GREEDY, WARM]),
     cut=st.sampled_from(["one", "all", "some", "prompt", "none"]),
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_a_draft_that_keeps_its_rows_proposes_what_it_would_have(
     llama: LanguageModel, seed: int, sampling: Sampling, cut: str
 ) -> None:
@@ -522,7 +522,7 @@ def check_the_same(found: Read, expected: Read, seed: int, count: int = 4) -> No
     ],
 )
 @given(seed=st.integers(0, 1 << 32), cut=st.sampled_from(["one", "all", "some", "prompt", "none"]))
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=3)
 def test_a_head_that_keeps_its_rows_proposes_what_it_would_have(
     open_kind: Callable[..., Head], kind: str, fixed: bool, seed: int, cut: str
 ) -> None:

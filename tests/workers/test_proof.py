@@ -31,9 +31,8 @@ RIGHT = 1e-4  # share of the logits' norm that rounding stays below in fp32
 PARTS = (17, 1, 22)  # rows of the passes in which a text is read, over and over
 
 VARIANTS = (
-    *("smollm3 by a list", "smollm3 with windows", "ministral3", "llama dynamic", "llama yarn"),
-    *("llama llama3", "llama longrope of one table", "llama rotated in part", "gemma2 window 1"),
-    *("qwen2 by layers", "mistral window 40"),
+    *("smollm3 with windows", "ministral3", "llama dynamic", "llama longrope of one table"),
+    *("llama rotated in part", "gemma2 window 1"),
 )
 """Families, each with an unusual configuration; `test_described_families.py` has the usual ones."""
 WITHOUT_GROWTH = {"ministral3": FAMILIES["mistral"]}
@@ -74,16 +73,13 @@ def test_every_position_is_transformers_own_on_whichever_back_end_computes_it(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("backend", ["auto", "library"])
-def test_what_no_back_end_computes_is_refused_in_one_sentence(
-    tmp_path: Path, name: str, backend: str
-) -> None:
+def test_what_no_back_end_computes_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
     family, changes, words = REFUSED[name]
-    with pytest.raises(CheckpointError, match=words) as refused:
-        load_language_model(
-            str(write(tmp_path, family, changes)), weights="fp32", device="cpu", backend=backend
-        )
-    assert "\n" not in str(refused.value)
+    folder = str(write(tmp_path, family, changes))
+    for backend in ("auto", "library"):
+        with pytest.raises(CheckpointError, match=words) as refused:
+            load_language_model(folder, weights="fp32", device="cpu", backend=backend)
+        assert "\n" not in str(refused.value)
 
 
 @needs_kernels
@@ -138,7 +134,7 @@ def test_the_positions_of_a_proof_are_the_beginning_the_end_and_both_sides_of_wh
 
 
 @needs_kernels
-@pytest.mark.parametrize("position", [9, 40, 90])
+@pytest.mark.parametrize("position", [9, 90])
 def test_a_scale_that_a_whole_layer_would_hide_is_noticed_at_the_position_where_it_begins(
     tmp_path: Path, position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +214,6 @@ def test_a_longer_context_has_the_second_rotary_table_for_texts_of_every_length(
     ("kind", "length", "said", "most"),
     [
         ("yarn", ORIGINAL, {"original_max_position_embeddings": ORIGINAL}, CONTEXT),
-        ("yarn", ORIGINAL + 8, {"original_max_position_embeddings": ORIGINAL}, CONTEXT),
         ("yarn", ORIGINAL, {}, CONTEXT),
         ("yarn", 2 * CONTEXT, {"original_max_position_embeddings": ORIGINAL}, 2 * CONTEXT),
         ("linear", ORIGINAL, {}, ORIGINAL),

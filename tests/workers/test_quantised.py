@@ -2,6 +2,7 @@
 and scales stand for, and models of them compute what those of the same numbers in fp32 do."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,8 +186,11 @@ def quantised(kind: str, scheme: str, folder: Path) -> tuple[Path, Path, dict[st
     and these."""
     said, write = SCHEMES[scheme]
     plain, coded = folder / "plain", folder / "coded"
+    written = folder.parent / f"plain-{kind}"  # for all tests of this process
+    if not written.exists():
+        write_tiny(kind, written)
     for one in (plain, coded):
-        write_tiny(kind, one)
+        shutil.copytree(written, one)
     tensors, numbers = load_file(plain / "model.safetensors"), dict[str, Tensor]()
     generator, parts = torch.Generator().manual_seed(5), dict[str, Tensor]()
     for name in sorted(tensors):

@@ -101,7 +101,7 @@ def whole(folders: dict[str, Path]) -> dict[str, Tensor]:
     ("places", "weights"),
     everyday(
         itertools.product(PLACES, TYPES),
-        *((places, "half") for places in PLACES),
+        *(("split after 2", "half"), ("some resident", "half"), ("last streamed", "half")),
         *(("mixed", "fp32"), ("mixed", "int8")),
     ),
 )
@@ -126,7 +126,7 @@ def test_every_family_can_be_split_and_streamed(tmp_path: Path, family: str) -> 
     ("family", "weights"),
     [
         (family, weights)
-        if weights == ("half", "int8")[number % 2]
+        if weights == ("half", "int8")[number % 2] and number % 3 == 0
         else pytest.param(family, weights, marks=pytest.mark.slow)
         for number, family in enumerate(FAMILIES)
         for weights in TYPES
@@ -267,7 +267,7 @@ def test_a_prompt_that_a_device_has_read_goes_on_on_the_cpu(
 
 @pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize(
-    ("length", "weights"), [*((n, "fp32") for n in (1, 15, 16, 17, 300)), (17, "half")]
+    ("length", "weights"), [(1, "fp32"), (16, "fp32"), (300, "fp32"), (17, "half")]
 )
 def test_the_keys_and_values_that_torch_computes_are_handed_over(
     folders: dict[str, Path], length: int, weights: str
