@@ -1,6 +1,7 @@
 """A copy of the tree without the extras that `budget.toml` lists: replies, their tests, and what a
 command or setting of a missing extra reports."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -38,9 +39,27 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(core: Path, *words: str) -> subprocess.CompletedProcess[str]:
+REFUSED = """
+import contextlib, io, json, sys
+from dovetail.launch import cli
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = cli.run(words)
+    print(json.dumps((code, said.getvalue())))
+"""
+"""Runs command lines that end at once, one after the other."""
+LACKING = {
+    "launch/files/deployment": ["config", "export", "compose"],
+    "launch/processes/ray": ["serve", "--engine", "ray", "--http.port", "0"],
+    "runtime/journal": ["coordinator", "--coordinator.journal", "journal"],
+    "runtime/record": ["coordinator", "--coordinator.record", "recorded"],
+}
+"""Missing extra -> a command line that needs it."""
+
+
+def python(core: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *words],
+        [sys.executable, *words],
         cwd=core / "dovetail",
         env={**os.environ, "PYTHONPATH": f"{core}:{core}/dovetail/tests"},
         capture_output=True,
@@ -49,45 +68,31 @@ def run(core: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def dovetail(core: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return run(core, "dovetail.launch.cli", *words)
-
-
 def test_core_passes_its_tests_without_extras(core: Path) -> None:
-    ran = run(core, "pytest", "-q", "-x", "-p", "no:cacheprovider", *CORE)
+    ran = python(core, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CORE)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 
 def test_a_reply_needs_no_extra(core: Path) -> None:
-    ran = dovetail(core, *GENERATE)
+    ran = python(core, "-m", "dovetail.launch.cli", *GENERATE)
     assert ran.returncode == 0, ran.stderr
     assert '"finish_reason": "length"' in ran.stdout
 
 
-def test_a_command_of_a_missing_extra_is_not_listed(core: Path) -> None:
-    gone = {Path(room).stem for room in ROOMS if room.startswith("launch/commands/")}
-    listed = {line.split()[0] for line in dovetail(core, "--help").stdout.splitlines() if line}
+def test_commands_and_settings_of_missing_extras_are_refused(core: Path) -> None:
+    listing = python(core, "-m", "dovetail.launch.cli", "--help").stdout
+    listed = {line.split()[0] for line in listing.splitlines() if line}
+    gone = sorted(Path(room).stem for room in ROOMS if room.startswith("launch/commands/"))
     assert gone
-    assert not gone & listed
+    assert not {*gone} & listed
     assert {"generate", "serve", "worker", "status"} <= listed
-    for command in gone:
-        assert f"No such command '{command}'" in dovetail(core, command).stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "missing"),
-    [
-        (["config", "export", "compose"], "launch/files/deployment"),
-        (["serve", "--engine", "ray", "--http.port", "0"], "launch/processes/ray"),
-        (["coordinator", "--coordinator.journal", "journal"], "runtime/journal"),
-        (["coordinator", "--coordinator.record", "recorded"], "runtime/record"),
-    ],
-)
-def test_a_setting_of_a_missing_extra_is_refused(
-    core: Path, words: list[str], missing: str
-) -> None:
-    ran = dovetail(core, *words)
-    assert (ran.returncode, ran.stderr) == (
-        2,
-        f"dovetail: this installation of dovetail lacks {missing}, which this needs\n",
-    )
+    asked = [*([command] for command in gone), *LACKING.values()]
+    ran = python(core, "-P", "-c", REFUSED, json.dumps(asked))
+    said = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(said) == len(asked), ran.stderr
+    for command, (_, words) in zip(gone, said, strict=False):
+        assert f"No such command '{command}'" in words
+    assert said[len(gone) :] == [
+        [2, f"dovetail: this installation of dovetail lacks {missing}, which this needs\n"]
+        for missing in LACKING
+    ]

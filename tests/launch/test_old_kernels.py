@@ -14,7 +14,7 @@ import pytest
 
 from support.cases import everyday
 from support.patience import PATIENCE_S
-from support.served import assert_nothing_is_left, ready, streamed
+from support.served import ready, streamed
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -45,12 +45,11 @@ def hiding(answer: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("answer", everyday(ANSWERS, "EPERM"))
-def test_a_service_replaces_killed_workers_and_swaps_them_within_a_reply(
-    start: Start, run: Run, answer: str, tmp_path: Path
+def test_a_service_replaces_killed_workers_swaps_them_and_takes_stopped_ones_along(
+    start: Start, run: Run, answer: str
 ) -> None:
     server = start("serve", "--http.port=0", "--json", command=(*hiding(answer), *COMMAND))
     facts = ready(server)
-    pids = [*facts["pids"].values()]
     workers = json.loads(run("status", "--json").stdout)["workers"]
     text = streamed(facts["url"])
 
@@ -65,16 +64,6 @@ def test_a_service_replaces_killed_workers_and_swaps_them_within_a_reply(
 
     for change in (kill, swap):
         assert streamed(facts["url"], change) == text
-    pids += [process.pid for process in psutil.Process(server.pid).children(recursive=True)]
-    server.send_signal(signal.SIGTERM)
-    server.wait(PATIENCE_S)
-    assert_nothing_is_left(pids, tmp_path)
-
-
-@pytest.mark.parametrize("answer", everyday(ANSWERS, "ENOSYS"))
-def test_stopped_processes_go_with_a_killed_service(start: Start, answer: str) -> None:
-    server = start("serve", "--http.port=0", "--json", command=(*hiding(answer), *COMMAND))
-    ready(server)
     children = psutil.Process(server.pid).children(recursive=True)
     for child in children:
         child.suspend()

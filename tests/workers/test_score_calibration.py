@@ -100,7 +100,7 @@ def plain_likelihood(observation: Observation, scale: Scale) -> float:
     return math.log(max(LEAST, 1.0 - math.fsum(math.exp(z[token] - total) for token in children)))
 
 
-@pytest.mark.parametrize("truth", [0.1, 0.4, 1.0, 2.2])
+@pytest.mark.parametrize("truth", [0.1, 2.2])
 def test_greedy_the_sharpening_comes_to_the_one_that_the_choices_were_drawn_with(
     truth: float,
 ) -> None:
