@@ -473,7 +473,7 @@ DRAFTS: dict[str, Callable[[Path, Path], DraftSettings]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "sampling"), zip(DRAFTS, cycle(["sampled looking back", "greedy"]), strict=False)
+    ("kind", "sampling"), [*zip(DRAFTS, cycle(["sampled looking back", "greedy"]), strict=False)]
 )
 def test_a_draft_that_joins_later_proposes_what_one_proposes_that_was_there(
     kind: str, sampling: str, llama_folder: Path, tmp_path: Path
