@@ -202,8 +202,8 @@ FILE = "model.safetensors"
 BROKEN = "not a complete safetensors file"
 ONE = {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}
 WEIGHTS = (
-    Bad("an empty folder", lambda p: without(p, *os.listdir(p)), ("config.json",)),  # noqa: PTH208
-    Bad("no weights", lambda p: without(p, FILE), ("safetensors",)),
+    Bad("an empty folder", lambda p: without(p, *os.listdir(p)), ("has no config.json",)),  # noqa: PTH208
+    Bad("no weights", lambda p: without(p, FILE), ("has no model.safetensors",)),
     Bad("weights cut to nothing", lambda p: cut(p, 0), (FILE, BROKEN)),
     Bad("weights cut in their header", lambda p: cut(p, 400), (FILE, BROKEN)),
     Bad("weights cut in their numbers", lambda p: cut(p, 100_000), (FILE, BROKEN)),
@@ -241,13 +241,15 @@ WEIGHTS = (
     Bad(
         "integers for weights",
         lambda p: tensor(p, UP_PROJ, lambda t: t.to(torch.int64)),
-        (UP_PROJ, "I64"),
+        (UP_PROJ, "of type I64"),
     ),
-    Bad("a missing tensor", lambda p: tensor(p, UP_PROJ, None), (UP_PROJ,)),
+    Bad(
+        "a missing tensor", lambda p: tensor(p, UP_PROJ, None), (f"lacks tensor {UP_PROJ}, which",)
+    ),
     Bad(
         "a tensor of another shape",
         lambda p: tensor(p, NORM, lambda t: t[:63]),
-        (NORM, "[63]", "[64]"),
+        (NORM, "has the shape [63]", "[64]"),
     ),
     Bad(
         "a NaN", lambda p: tensor(p, UP_PROJ, lambda t: spoilt(math.nan, t)), (FILE, UP_PROJ, "NaN")
@@ -270,8 +272,13 @@ WEIGHTS = (
         lambda p: (index(p, {}), text(p, f"{FILE}.index.json", "{")),
         ("index.json",),
     ),
-    Bad("an index that lists nothing", lambda p: index(p, {}), ("index.json", "weight_map")),
-    Bad("an index that is a list", lambda p: index(p, [1, 2]), ("index.json", "weight_map")),
+    Bad("an index that lists nothing", lambda p: index(p, {}), ("index.json", "no weight_map")),
+    Bad("a map that is a list", lambda p: index(p, [1, 2]), ("index.json", "weight_map")),
+    Bad(
+        "an index that is a list",
+        lambda p: (index(p, {}), text(p, f"{FILE}.index.json", "[]")),
+        ("index.json holds no JSON object but []",),
+    ),
     Bad(
         "an index into the folder above",
         lambda p: index_with(p, f"../{FILE}"),
@@ -290,7 +297,7 @@ WEIGHTS = (
     Bad(
         "an index to a part that is not there",
         lambda p: index_with(p, "model-2.safetensors"),
-        ("model-2.safetensors",),
+        ("model-2.safetensors is missing",),
     ),
     Bad("a pickle with a payload for weights", pickled, ("*.bin", "*.safetensors")),
     Bad("a pickle with a payload under another name", lambda p: pickled(p, FILE), (FILE, BROKEN)),
@@ -302,8 +309,16 @@ WEIGHTS = (
     Bad("an adapter", lambda p: text(p, "adapter_config.json", "{}"), ("adapter_config.json",)),
 )
 CONFIGURATIONS = (
-    Bad("config.json that is no JSON", lambda p: text(p, "config.json", "{"), ("config.json",)),
-    Bad("config.json that is a list", lambda p: text(p, "config.json", "[]"), ("config.json",)),
+    Bad(
+        "config.json that is no JSON",
+        lambda p: text(p, "config.json", '{"a": '),
+        ("config.json is not JSON (Expecting value, line 1 column 7)",),
+    ),
+    Bad(
+        "config.json that is a list",
+        lambda p: text(p, "config.json", "[]"),
+        ("config.json holds no JSON object but []",),
+    ),
     Bad(
         "config.json nested 100,000 deep",
         lambda p: text(p, "config.json", "[" * 100_000),
@@ -312,7 +327,7 @@ CONFIGURATIONS = (
     Bad(
         "config.json that is not UTF-8",
         lambda p: text(p, "config.json", b'{"a": "\xff"}'),
-        ("config.json",),
+        ("config.json is not UTF-8 text: byte 7 is 0xff",),
     ),
     Bad(
         "config.json of 1 GiB", lambda p: os.truncate(p / "config.json", 1 << 30), ("config.json",)
@@ -374,25 +389,34 @@ CONFIGURATIONS = (
         ("end",),
     ),
     Bad(
-        "an unknown model_type", lambda p: config(p, model_type="no-such-model"), ("no-such-model",)
+        "an unknown model_type",
+        lambda p: config(p, model_type="no-such-model"),
+        ("model type 'no-such-model' is not known to transformers",),
     ),
     Bad(
         "a model_type that is a path", lambda p: config(p, model_type="../../evil"), ("../../evil",)
     ),
-    Bad("classes in a file beside it (auto_map)", code, ("auto_map",)),
+    Bad(
+        "classes in a file beside it (auto_map)",
+        code,
+        (
+            "model type 'evil' needs its own program code",
+            "(auto_map names 'evil.Config'), which is never run",
+        ),
+    ),
     Bad(
         "weights in four bits",
         lambda p: config(p, quantization_config={"quant_method": "gptq", "bits": 4}),
-        ("gptq",),
+        ("weights are quantised (gptq)",),
     ),
     Bad(
         "quantization by code of its own",
         lambda p: config(p, quantization_config={"quant_method": "../evil"}),
-        ("../evil",),
+        ("is quantised (../evil)",),
     ),
 )
 TOKENIZERS = (
-    Bad("no tokenizer.json", lambda p: without(p, "tokenizer.json"), ("tokenizer.json",)),
+    Bad("no tokenizer.json", lambda p: without(p, "tokenizer.json"), ("has no tokenizer.json",)),
     Bad(
         "tokenizer.json that is no JSON",
         lambda p: text(p, "tokenizer.json", "{"),

@@ -1,5 +1,6 @@
 """Processes of ours: none outlives its supervisor, whatever ends it, and nothing is left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -125,11 +126,17 @@ def test_a_process_title_is_cut_to_the_length_of_the_command_line(before: str) -
     assert (program, name) == ("dovetail:target", f"dovetail target {before}"), done
 
 
-def test_leaving_the_block_ends_everything_and_removes_what_was_left(temporary: Path) -> None:
-    with Supervisor() as supervisor:
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_leaving_the_block_ends_everything_and_removes_what_was_left(
+    temporary: Path, error: type[Exception] | None
+) -> None:
+    expected = pytest.raises(error) if error else contextlib.nullcontext()
+    with expected, Supervisor() as supervisor:  # type: ignore[attr-defined]
         address = start_coordinator(supervisor, CORES)
         pids = [child.process.pid for child in supervisor.children]
         assert Path(address.removeprefix("ipc://")).exists()
+        if error:
+            raise error
     assert_gone(pids)
     assert [*temporary.iterdir()] == []
 

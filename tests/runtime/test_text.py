@@ -63,6 +63,15 @@ def test_a_template_reads_the_values_of_a_request() -> None:
         )
 
 
+def test_half_a_character_is_never_shown_and_the_pieces_add_up_to_the_text() -> None:
+    text = "a \N{GRINNING FACE} b"
+    detokenizer = detokenizer_of(byte_level())
+    ids = byte_level().encode(text, add_special_tokens=False).ids
+    pieces = [detokenizer.push(token) for token in ids]
+    assert pieces.count("") == 3
+    assert "".join(pieces) + detokenizer.flush() == text
+
+
 def test_without_a_template_turns_are_plain_text() -> None:
     assert codec().encode_turns(["hello"]) == codec().encode("hello")
 

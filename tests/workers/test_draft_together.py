@@ -22,6 +22,7 @@ from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.tree import Grower
 from dovetail.workers.heads.head import open_head
+from dovetail.workers.models.backends.device.ranked import Ranked
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.speculation.proposal import Order, Shape
@@ -295,13 +296,17 @@ def test_logits_that_are_no_numbers_end_the_order_of_their_session_alone(
 
     def poisoned(parts: Any) -> Any:
         return [
-            torch.full_like(found, float("nan")) if part.segment.cache is spoilt else found
+            Ranked(torch.full_like(found.logits, float("nan")), None)
+            if part.segment.cache is spoilt
+            else found
             for part, found in zip(parts, compute(parts), strict=True)
         ]
 
     monkeypatch.setattr(engine, "compute", poisoned)
     events = told(worker, *(draft(session) for session in range(4)))
-    assert [type(event) for event in events if event.session == 2] == [Failed]
+    (failed,) = [event for event in events if event.session == 2]
+    assert isinstance(failed, Failed)
+    assert "the draft's logits are not numbers" in failed.text
     assert sum(isinstance(event, Drafted) for event in events) == 3
 
 
