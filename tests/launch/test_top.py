@@ -236,6 +236,15 @@ def test_in_a_terminal_it_is_live_turns_its_pages_pauses_and_ends(
         assert termios.tcgetattr(shown.ours) == before
 
 
+def test_ctrl_c_leaves_the_terminal_as_it_was(house: Backend, environment: dict[str, str]) -> None:
+    with screen(environment, "--connect", house.address) as shown:
+        before = termios.tcgetattr(shown.ours)
+        shown.until("just now")
+        shown.press("\x03")
+        assert shown.process.wait(PATIENCE_S) == 0
+        assert termios.tcgetattr(shown.ours) == before
+
+
 def test_a_coordinator_that_is_lost_is_told_and_its_successor_shown(
     environment: dict[str, str],
 ) -> None:
@@ -256,3 +265,23 @@ def test_what_peers_say_commands_no_terminal(invoke: Run) -> None:
         shown = invoke("top", "--connect", house.address, "--once")
     assert "\x1b" not in shown.stdout
     assert "?[2Jboo" in shown.stdout
+
+
+def test_over_tcp_it_asks_with_a_key(
+    start: Callable[..., "subprocess.Popen[str]"], invoke: Run, tmp_path: Path
+) -> None:
+    keys = str(tmp_path / "keys")
+    assert invoke("keygen", "--out", keys).returncode == 0
+    process = start("coordinator", "--listen", "tcp://127.0.0.1:*", "--keys", keys)
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    shown = invoke("top", "--connect", address, "--keys", keys, "--json")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["speculation"] == {
+        "state": "none",
+        "why": "no target worker is registered",
+        "words": "not possible: no target worker is registered",
+        "fault": False,
+    }
+    refused = invoke("top", "--connect", address, "--once")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

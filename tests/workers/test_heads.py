@@ -387,6 +387,23 @@ def test_a_tree_of_recurrent_rows_computes_each_path_as_if_it_were_alone(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_positions_may_lie_far_beyond_the_trained_length(
+    backend: str, make_case: Callable[[str], Case]
+) -> None:
+    case = make_case("eagle")
+    head = case.open(backend)
+    tokens, features = case.inputs(3)
+    far = [5000, 5001, 5002]
+    found = head.forward(
+        tokens, features, torch.tensor(far), [Segment(head.new_cache(3), 0, 3)], true=True
+    )
+    expected = case.oracle(tokens, [true_row(f) for f in features], positions=far, sees=causal(3))
+    assert_close(
+        found.logits, torch.stack([logits for _, logits, _ in expected]), tolerance=2e-3
+    )  # fp32 angles of thousands
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("weights", "tolerance"),
     [("auto", CLOSE), ("fp16", 5e-3), ("bf16", 4e-2), ("int8", 8e-2), ("int4", 0.6)],
@@ -731,10 +748,10 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
         lambda t, c: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
         r"reads layers \[0, 1, 2\], but .* has layers 0 to 1",
     ),
-    "layers that coincide": (
+    "layers by default": (
         "eagle3",
         lambda t, c: c.pop("eagle_aux_hidden_state_layer_ids"),
-        r"reads layers \[2, 1, -1\]|name three different ones",
+        r"reads layers \[2, 1, -1\], but .* has layers 0 to 1",
     ),
     "no embedding for a narrow head": (
         "eagle3-narrow",
@@ -935,6 +952,17 @@ def test_a_value_in_config_json_that_is_null_or_empty_is_not_there(key: str) -> 
     found = configured({key: None})
     assert found == type(found).model_validate(MINIMAL)
     assert configured({"aux_hidden_state_layer_ids": []}) == configured({})
+
+
+def test_taps_that_coincide_by_default_are_refused(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target", layers=6)
+    config = {"eagle_aux_hidden_state_layer_ids": None}
+    folder = write_head(tmp_path / "head", "eagle3", config=config)
+    with pytest.raises(
+        CheckpointError,
+        match=r"reads layers \[2, 3, 3\] of .*, which has 6: name three different ones",
+    ):
+        open_head(str(folder), target=str(target))
 
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path, llama_folder: Path) -> None:
