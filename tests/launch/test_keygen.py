@@ -38,6 +38,8 @@ def test_what_it_writes_is_for_its_owner_alone_and_no_secret_is_said(
         invoke("keygen", "--out", str(folder), option, "box") for option in ("--rotate", "--revoke")
     ]
     assert [done.returncode for done in said] == [0] * 4
+    assert "need not be restarted" in said[2].stdout
+    assert said[3].stdout == "box is refused from now on\n"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     secrets = [keys.load_own_key(folder, name).secret for name in ("coordinator", *keys.ROLES)]
