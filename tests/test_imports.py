@@ -286,3 +286,11 @@ def test_nobody_but_the_devices_asks_whether_a_device_is_one_of_nvidias() -> Non
             text = path.read_text(encoding="utf-8")
             assert 'startswith("cuda' not in text, name(path)
             assert '== "cuda' not in text, name(path)
+
+
+def test_a_class_name_stands_once_in_launch() -> None:
+    trees = [
+        ast.parse(file.read_text(encoding="utf-8")) for file in (ROOT / "launch").rglob("*.py")
+    ]
+    names = [n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    assert sorted(name for name in {*names} if names.count(name) > 1) == []

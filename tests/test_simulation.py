@@ -15,6 +15,7 @@ from dovetail.launch.files.outputs import open_records
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.machine.topology import Place
+from dovetail.launch.planning import planner as places
 from dovetail.launch.planning.acceptance import (
     ABOUT,
     About,
@@ -32,7 +33,6 @@ from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
-from dovetail.runtime import planner as places
 from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import Messages
 from dovetail.workers.draft import DraftWorker
@@ -180,7 +180,7 @@ def test_a_plan_of_recorded_rounds_expects_what_the_simulator_plays(
     )
     planner = Planner(
         Target(1, 1, 0, lambda *_: 0, lambda *_: 0),
-        Machine(places.Place(T_V.at, lambda _: 0.0), None, None, messages=COSTS.messages),
+        Machine(places.PartCosts(T_V.at, lambda _: 0.0), None, None, messages=COSTS.messages),
     )
     option = planner.option(0, 0, draft, tree, recorded.tokens(tree), ahead=ahead)
     assert option.tau == pytest.approx(measured.tau, rel=0.05)

@@ -69,7 +69,7 @@ def said_to_server(configuration: Configuration) -> frozenset[str]:
     )
 
 
-class Site:
+class WebServer:
     """A server, and the key that it is asked with."""
 
     def __init__(self, url: str, key: str, *, silence_s: float = SILENCE_S) -> None:
@@ -144,7 +144,7 @@ class WebAnswerer:
     """Has a server answer; asks it at once which model it serves."""
 
     def __init__(self, url: str, key: str) -> None:
-        self._site = Site(url, key)
+        self._site = WebServer(url, key)
         self.plain = False  # whether it continues plain text, without a chat template
         models = self._site.get("/v1/models").get("data") or [{}]
         self._model = str(models[0].get("id", ""))

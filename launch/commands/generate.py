@@ -13,7 +13,7 @@ from dovetail.launch.chat.answering import FLAG, template_option
 from dovetail.launch.console.help import FILE, SEED, HelpCommand, connect_option, json_option, rare
 from dovetail.launch.console.terminal import failure_told, note
 from dovetail.launch.decoding.single import (
-    Wish,
+    RequestSettings,
     check_stops,
     decode_file,
     decode_one,
@@ -98,7 +98,7 @@ def command(
     check_stops(stop)
     if raw and template:
         raise UserError(f"--raw is without the chat template, and {FLAG} is for it: leave one out")
-    wish = Wish(
+    wish = RequestSettings(
         configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None, values=template
     )
     if prompts is not None:
@@ -138,7 +138,7 @@ def command(
         click.echo(json.dumps(finished.result.model_dump(), ensure_ascii=False))
 
 
-def _tell_about(wish: Wish, connection: Connection, result: Result, last: int) -> None:
+def _tell_about(wish: RequestSettings, connection: Connection, result: Result, last: int) -> None:
     for loss in connection.stack.losses() if connection.stack else []:
         note(f"the target continued alone: {loss}")
     note(summary(result, connection.models(draft=wish.speculates)))
@@ -161,7 +161,7 @@ def _tell_about(wish: Wish, connection: Connection, result: Result, last: int) -
 
 
 def _decode_prompts(
-    wish: Wish,
+    wish: RequestSettings,
     connect: str | None,
     file: Path,
     out: Path | None,

@@ -34,7 +34,7 @@ from dovetail.launch.planning.subject import Subject, subject_here
 from dovetail.launch.profiling.figure import WAITS, draw
 from dovetail.launch.profiling.findings import find
 from dovetail.launch.profiling.samplers import NO_CARD
-from dovetail.launch.profiling.stages import Watch, attached, own_run
+from dovetail.launch.profiling.stages import RunWatch, attached, own_run
 from dovetail.launch.profiling.timeline import PARTS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import DECODING_SECTIONS, DEMONSTRATED, settings_flags
@@ -191,7 +191,7 @@ def _clear(folders: list[Path]) -> None:
             return
 
 
-def _write(out: Path, found: dict[str, Any], watch: Watch) -> None:
+def _write(out: Path, found: dict[str, Any], watch: RunWatch) -> None:
     found["files"] = [RESULT, FIGURE, TRACE]
     for name, text in ((FIGURE, draw(found)), (RESULT, json.dumps(found) + "\n")):
         _write_text(out / name, text)

@@ -82,7 +82,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Check:
+class CaseResult:
     """The result of a case: how many tokens were compared, and the widest of the first
     differences."""
 
@@ -197,7 +197,7 @@ def _check_settings(configuration: Configuration) -> None:
         )
 
 
-def _show(checks: Sequence[Check], agreement: Agreement, *, ok: bool, as_json: bool) -> None:
+def _show(checks: Sequence[CaseResult], agreement: Agreement, *, ok: bool, as_json: bool) -> None:
     if as_json:
         rows = [
             {
@@ -244,7 +244,7 @@ def refuse_lossy(workers: Iterable[WorkerState]) -> None:
             )
 
 
-def _remark(check: Check) -> str:
+def _remark(check: CaseResult) -> str:
     if check.failure is not None:
         return f"the draft failed in round {check.failure.round}: {printable(check.failure.error)}"
     if check.difference is None:
@@ -291,7 +291,7 @@ class _Runs:
         self.drafted = 0  # nodes that were verified in all; without any, nothing was tested
         self._alone: dict[tuple[Sampling, str], Finished] = {}
 
-    def check(self, case: Case) -> Check:
+    def check(self, case: Case) -> CaseResult:
         """Compare all prompts."""
         tokens = 0
         differences, results = [], []
@@ -307,7 +307,7 @@ class _Runs:
             if (difference := first_difference(alone, speculated)) is not None:
                 differences.append(difference)
         widest = max(differences, key=lambda d: d.margin, default=None)
-        return Check(case.name, tokens, widest, first_failure(results)[1])
+        return CaseResult(case.name, tokens, widest, first_failure(results)[1])
 
     def _decode(self, case: Case, prompt: Prompt, *, speculate: bool) -> Finished:
         turns = prompt.turns[:1]

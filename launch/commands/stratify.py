@@ -43,7 +43,7 @@ GROUPS = 20  # points of the plot; each averages the same number of rounds
 
 
 @dataclass(frozen=True)
-class Reply:
+class PromptRounds:
     """The rounds of the answers to a prompt."""
 
     id: str
@@ -166,8 +166,8 @@ def _play(
     configuration: Configuration,
     prompts: Sequence[Prompt],
     seed: int,
-    keep: Callable[[Reply], None],
-) -> dict[str, Reply]:
+    keep: Callable[[PromptRounds], None],
+) -> dict[str, PromptRounds]:
     """Replies by prompt. One that is too long for the context is left out, with a note."""
     replies = {}
     with Supervisor() as supervisor:
@@ -190,7 +190,7 @@ def _play(
     return replies
 
 
-def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: int) -> Reply:
+def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: int) -> PromptRounds:
     tree = settings.tree.model_copy(
         update={"policy": "heterospec", "insist": True, "thresholds": ""}
     )  # one bin: the trees are those of dynamic
@@ -209,7 +209,7 @@ def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: in
         ).result
         history += [turn, result.text]
         rounds += rounds_of(records, result, tree, settings.sampling.max_tokens)
-    return Reply(prompt.id, tuple(rounds))
+    return PromptRounds(prompt.id, tuple(rounds))
 
 
 def rounds_of(
@@ -234,10 +234,10 @@ def rounds_of(
 @contextmanager
 def _kept(
     path: Path | None, holds_for: dict[str, Any]
-) -> Iterator[tuple[dict[str, Reply], Callable[[Reply], None]]]:
+) -> Iterator[tuple[dict[str, PromptRounds], Callable[[PromptRounds], None]]]:
     """Yield the replies of an earlier run, and what appends one to their file, whose first line has
     the settings that they hold for."""
-    replies: dict[str, Reply] = {}
+    replies: dict[str, PromptRounds] = {}
     if path is None:
         yield replies, lambda _: None
         return
@@ -250,7 +250,7 @@ def _kept(
         content = json.loads(line)
         if headed:
             rounds = (Round(float(e), int(rank), bool(full)) for e, rank, full in content["rounds"])
-            replies[content["id"]] = Reply(content["id"], tuple(rounds))
+            replies[content["id"]] = PromptRounds(content["id"], tuple(rounds))
             return
         there, headed = content["holds_for"], True
         if key := next((key for key in holds_for if there.get(key) != holds_for[key]), None):

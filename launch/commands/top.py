@@ -12,13 +12,13 @@ import tty
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.live import Live
 
-from dovetail.launch.chat.web import Site, api_key
+from dovetail.launch.chat.web import WebServer, api_key
 from dovetail.launch.console.help import HelpCommand, connect_option, json_option
 from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.terminal import in_print, unwound_by_signals
@@ -64,7 +64,7 @@ def command(configuration: Configuration, connect: str | None, once: bool, as_js
     prints that and ends.
     """
     with ExitStack() as opened:
-        eye: Eye = (
+        eye: Any = (
             _WebEye(configuration, connect)
             if connect is not None and speaks_http(connect)
             else opened.enter_context(_LinkEye(configuration, connect))
@@ -82,18 +82,10 @@ def command(configuration: Configuration, connect: str | None, once: bool, as_js
             _watch(eye)
 
 
-class Eye(Protocol):
-    """A source of a coordinator's state."""
-
-    def look(self, session: int | None) -> Picture:
-        """Return the state, with the last tree of this session, or of the newest; `DovetailError`
-        without an answer."""
-
-
 class _WithOthers:
     """Adds the load of other programs, if workers run on this machine."""
 
-    def __init__(self, eye: Eye) -> None:
+    def __init__(self, eye: Any) -> None:
         self._eye, self._others, self._here = eye, Others(), socket.gethostname()
 
     def look(self, session: int | None) -> Picture:
@@ -165,7 +157,7 @@ class _WebEye:
     """Polls a server, as its dashboard does."""
 
     def __init__(self, configuration: Configuration, url: str) -> None:
-        self._site = Site(url, api_key(configuration), silence_s=SILENCE_S)
+        self._site = WebServer(url, api_key(configuration), silence_s=SILENCE_S)
 
     def look(self, session: int | None) -> Picture:
         try:
@@ -185,7 +177,7 @@ class _WebEye:
         return picture
 
 
-def _watch(eye: Eye) -> None:
+def _watch(eye: Any) -> None:
     console, standing = Console(), Standing()
     picture: Picture | None = None
     due_s, failures = 0.0, 0

@@ -20,7 +20,7 @@ from dovetail.launch.console.help import (
     rare,
 )
 from dovetail.launch.files.outputs import OUT_FOLDER
-from dovetail.launch.training.run import Wish, show_progress, tell, train_head
+from dovetail.launch.training.run import TrainingOptions, show_progress, tell, train_head
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import HEAD_KINDS
 from dovetail.workers.training.recipes import TRAINED, Option, TrainedKind
@@ -144,7 +144,9 @@ def _own(own: Option) -> Callable[[Any], Any]:
 def _command(kind: str, entry: TrainedKind) -> click.Command:
     def run(*, as_json: bool, **options: Any) -> None:
         own = {option.field: options.pop(option.field) for option in entry.options}
-        wish = Wish(kind=kind, own=own, processes=int(os.environ.get("WORLD_SIZE", "1")), **options)
+        wish = TrainingOptions(
+            kind=kind, own=own, processes=int(os.environ.get("WORLD_SIZE", "1")), **options
+        )
         trained = train_head(wish)
         if trained is not None:
             last, outcome = trained.checks[-1], trained.outcome

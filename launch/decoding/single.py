@@ -47,7 +47,7 @@ STOP_CHARACTERS = 1024  # the longest stop that `messages.Submit` takes
 
 
 @dataclass(frozen=True)
-class Wish:
+class RequestSettings:
     """The settings of every request of a command."""
 
     configuration: Configuration
@@ -64,7 +64,7 @@ class Wish:
     def speculates(self) -> bool:
         return self.configuration.settings.draft.kind != "none"
 
-    def to(self, connection: Connection, configuration: Configuration) -> "Wish":
+    def to(self, connection: Connection, configuration: Configuration) -> "RequestSettings":
         """Return this wish with the settings that hold for a target, and its chat template."""
         if not self.raw and not connection.client.describe().vocabulary.template:
             note(PLAIN)
@@ -147,7 +147,7 @@ QUIET_S = 1.0  # silence after which the coordinator is asked whether the reply 
 
 
 def decode_one(
-    wish: Wish, connection: Connection, text: str, *, as_json: bool
+    wish: RequestSettings, connection: Connection, text: str, *, as_json: bool
 ) -> tuple[Finished, int]:
     """Decode, streamed to stdout unless the whole result is requested; return the reply, and how
     many tokens its last round had. Ctrl-C cancels the request, and prints the result so far."""
@@ -211,7 +211,7 @@ def break_off(shown: str, seed: int | None) -> None:
         note(f"the reply stops here; seed {seed}")
 
 
-def decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:
+def decode_over_http(wish: RequestSettings, url: str, text: str, *, as_json: bool) -> None:
     """Decode one prompt with a server, streamed to stdout unless the whole result is wanted."""
     check_flags(wish.configuration)
     settings = wish.configuration.settings
@@ -404,7 +404,7 @@ class _Dialogue:
 
 
 def decode_file(
-    wish: Wish, connect: str | None, prompts: list[Prompt], out: Path, parallel: int
+    wish: RequestSettings, connect: str | None, prompts: list[Prompt], out: Path, parallel: int
 ) -> None:
     if wish.raw and (several := next((p for p in prompts if len(p.turns) > 1), None)):
         raise UserError(f"prompt {several.id!r} has {len(several.turns)} turns: leave --raw out")
@@ -445,7 +445,7 @@ def decode_file(
 class _Batch:
     """Several dialogues in flight over one client."""
 
-    def __init__(self, wish: Wish, connection: Connection, answers: Answers) -> None:
+    def __init__(self, wish: RequestSettings, connection: Connection, answers: Answers) -> None:
         self._wish, self._connection, self._answers = wish, connection, answers
         self._flying: dict[int, _Dialogue] = {}
         self.tokens = 0  # tokens of all replies so far

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-WIDTH, HEIGHT = 760, 440  # size of a chart in units of the SVG; letters are 12 of them high
+WIDTH, HEIGHT = 760, 360  # size of a chart in units of the SVG; letters are 12 of them high
 COLOURS = ("#0b62a4", "#d1495b", "#3a7d44", "#8a5a9e", "#c77f00", "#4d4d4d")
 """Distinct in print and for the colour-blind."""
 INK, PAGE, GRID, AXIS = "#222222", "#ffffff", "#dddddd", "#333333"
@@ -114,12 +114,7 @@ def draw(
 ) -> str:
     """Return the SVG of curves over axes from 0; `across` and `up` name them with units, `level` is
     a height to compare with. What follows a line break in the title is a smaller second line."""
-    with drawing(WIDTH, HEIGHT) as (figure, said):
-        heading(figure, title)
-        axes = figure.subplots()
-        _panel(axes, Panel("", across, up, curves, level), [curve.name for curve in curves])
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return said.getvalue()
+    return draw_panels(title, [Panel("", across, up, curves, level)])
 
 
 def draw_panels(title: str, panels: Sequence[Panel]) -> str:
@@ -127,10 +122,12 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> str:
     the same colour in all. `title` as in `draw`."""
     names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
     columns, lines = min(ACROSS, len(panels)), math.ceil(len(panels) / ACROSS)
-    width = PANEL_WIDTH * columns
+    width, high = PANEL_WIDTH * columns, PANEL_HEIGHT * lines
+    if len(panels) == 1:
+        width, high = WIDTH, HEIGHT
     beside = max(1, int(width // (50 + LETTER * max(map(len, names), default=1))))
     legend = 12 + 18 * math.ceil(len(names) / beside) if len(names) > 1 else 0
-    with drawing(width, HEAD + PANEL_HEIGHT * lines + legend) as (figure, said):
+    with drawing(width, HEAD + high + legend) as (figure, said):
         heading(figure, title)
         grid = list(figure.subplots(lines, columns, squeeze=False).flat)
         shown: dict[str, Any] = {}

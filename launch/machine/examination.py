@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked; `advice` is what to do, empty if nothing."""
+    """One thing that was checked; `advice` is what to do if it is not `ok`."""
 
     name: str
     ok: bool
@@ -334,15 +334,12 @@ def build_of(inventory: Mapping[str, Any]) -> str:
 
 def examine_gpus(facts: Facts) -> Iterator[Check]:
     if facts.driver_problem:
+        remedy = "reinstall the NVIDIA driver, or restart after an update of it; in a container "
         yield Check(
-            "GPU driver",
-            False,
-            facts.driver_problem,
-            "reinstall the NVIDIA driver, or restart after an update of it; in a container pass "
-            "the GPU on (--gpus all)",
+            "GPU driver", False, facts.driver_problem, f"{remedy}pass the GPU on (--gpus all)"
         )
     for index, gpu in enumerate(facts.gpus):
-        yield from _gpu(facts, index, gpu)
+        yield _gpu(facts, index, gpu)
     for index, products in enumerate(facts.inventory.get("products", ())):
         yield _products(index, products)
     for index, card in enumerate(facts.cards):
@@ -402,42 +399,28 @@ def _products(index: int, products: Mapping[str, Any]) -> Check:
     return Check(name, True, "; ".join(products["said"]))
 
 
-def _gpu(facts: Facts, index: int, gpu: Gpu) -> Iterator[Check]:
+def _gpu(facts: Facts, index: int, gpu: Gpu) -> Check:
     release, cuda = str(facts.inventory.get("torch", "")), str(facts.inventory.get("cuda", ""))
-    name, found = (
-        f"GPU {index}",
-        f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}, "
-        f"{gpu.memory_mib} MiB, driver {gpu.driver or 'unknown'}",
-    )
-    build = (
-        build_for(gpu.capability, release=release, driver=gpu.driver)
-        if facts.machine == "x86_64"
-        else ""
-    )
-    remedy = (
-        install_command(build, release=release)
-        if build
-        else "no build of torch that dovetail runs with has code for this card: use device cpu"
-    )
-    least = driver_for(cuda)
+    major, minor = gpu.capability
+    found = f"{gpu.name}, compute capability {major}.{minor}, {gpu.memory_mib} MiB"
+    found += f", driver {gpu.driver or 'unknown'}"
+    build = build_for(gpu.capability, release=release, driver=gpu.driver)
+    build = build if facts.machine == "x86_64" else ""
+    remedy = "no build of torch that dovetail runs with has code for this card: use device cpu"
+    remedy = install_command(build, release=release) if build else remedy
+    least, wrong = driver_for(cuda), ""
     if "broken" in facts.inventory:
-        yield Check(name, True, found)
-    elif not cuda:
-        yield Check(
-            name, False, f"{found}; this build of torch is for CPUs and cannot use it", remedy
-        )
+        return Check(f"GPU {index}", True, found)
+    if not cuda:
+        wrong = "this build of torch is for CPUs and cannot use it"
     elif not has_code_for(facts.inventory["architectures"], gpu.capability):
         have = " ".join(facts.inventory["architectures"])
-        yield Check(
-            name, False, f"{found}; torch {release} has no code for it, only for {have}", remedy
-        )
+        wrong = f"torch {release} has no code for it, only for {have}"
     elif least is not None and gpu.driver is not None and gpu.driver < least:
-        newer = f"update the driver to {least} or newer" + (
-            f", or take another build: {remedy}" if build else ""
-        )
-        yield Check(name, False, f"{found}; torch {release} needs driver {least} or newer", newer)
-    else:
-        yield Check(name, True, f"{found}; torch has code for it")
+        wrong = f"torch {release} needs driver {least} or newer"
+        other = f", or take another build: {remedy}" if build else ""
+        remedy = f"update the driver to {least} or newer{other}"
+    return Check(f"GPU {index}", not wrong, f"{found}; {wrong or 'torch has code for it'}", remedy)
 
 
 INSTRUCTIONS = (
@@ -464,7 +447,8 @@ LOST = (
 
 def examine(facts: Facts) -> Iterator[Check]:
     for check in CHECKS:
-        yield from check(facts)
+        for found in check(facts):
+            yield replace(found, advice="") if found.ok else found
 
 
 def _processor(facts: Facts) -> Iterator[Check]:
@@ -487,7 +471,7 @@ def _kernels(facts: Facts) -> Iterator[Check]:
     used, slow = facts.inventory["kernels"], ":" in facts.inventory["kernels"]
     found = f"{used}; this machine can use {', '.join(facts.inventory['isas'])}"
     remedy = "use a newer machine; a virtual machine needs the host's processor (qemu: -cpu host)"
-    yield Check("kernels", not slow, found, remedy if slow else "")
+    yield Check("kernels", not slow, found, remedy)
     advice = (
         f"set target.backend = library, which loses {LOST}; rebuild the kernels ({sys.executable} "
         "-m dovetail.workers.kernels.build) with another compiler"
@@ -496,24 +480,16 @@ def _kernels(facts: Facts) -> Iterator[Check]:
         "; ".join(failures)
         or "products are right, with the same bytes, for every kind of weights and instruction set"
     )
-    yield Check("kernels' self-test", not failures, found, advice if failures else "")
+    yield Check("kernels' self-test", not failures, found, advice)
 
 
 def _torch(facts: Facts) -> Iterator[Check]:
     if "broken" in facts.inventory:
-        yield Check(
-            "torch",
-            False,
-            f"cannot be imported: {facts.inventory['broken']}",
-            "reinstall it: pip install --force-reinstall 'torch>=2.8,<2.14'",
-        )
+        remedy = "reinstall it: pip install --force-reinstall 'torch>=2.8,<2.14'"
+        yield Check("torch", False, f"cannot be imported: {facts.inventory['broken']}", remedy)
         return
-    yield Check(
-        "torch",
-        True,
-        f"{facts.inventory['torch']}, {build_of(facts.inventory)}, uses "
-        f"{facts.inventory['cpu_capability']}",
-    )
+    uses = f"{build_of(facts.inventory)}, uses {facts.inventory['cpu_capability']}"
+    yield Check("torch", True, f"{facts.inventory['torch']}, {uses}")
 
 
 def _cores(facts: Facts) -> Iterator[Check]:
@@ -532,7 +508,7 @@ def _cores(facts: Facts) -> Iterator[Check]:
     if layout.shared:
         places += ", which they share"
     alone = layout.shared == layout.target.cores
-    advice = "give this process a second core: draft and target share one" if alone else ""
+    advice = "give this process a second core: draft and target share one"
     yield Check("cores", not alone, f"{found}; {places}", advice)
     if topology.quota is not None:
         whole = topology.quota >= 1 and topology.quota == int(topology.quota)
@@ -540,15 +516,8 @@ def _cores(facts: Facts) -> Iterator[Check]:
             f"{topology.quota:g} CPUs' worth of time, laid out as "
             f"{counted(cpus_for(topology.quota), 'core')}"
         )
-        yield Check(
-            "CPU quota",
-            whole,
-            given,
-            ""
-            if whole
-            else "a quota that is not a whole number stops all threads for a part of each period: "
-            "make it whole, or use a cpuset",
-        )
+        advice = "a quota that is not whole stops all threads for a part of each period: "
+        yield Check("CPU quota", whole, given, f"{advice}make it whole, or use a cpuset")
 
 
 def _memory_nodes(facts: Facts) -> Iterator[Check]:
@@ -565,37 +534,21 @@ def _memory_nodes(facts: Facts) -> Iterator[Check]:
             "let this container bind memory (--cap-add SYS_NICE), or start it bound from "
             "outside (--cpuset-cpus and --cpuset-mems, or numactl)"
         )
-        yield Check(
-            "memory nodes",
-            False,
-            f"{said}; memory cannot be bound ({facts.memory_refusal}): cores only",
-            remedy,
-        )
+        found = f"{said}; memory cannot be bound ({facts.memory_refusal}): cores only"
+        yield Check("memory nodes", False, found, remedy)
     else:
         place = lay_out(facts.topology).target
         several = sum(node.memory_bytes > 0 for node in facts.topology.computing) > 1
-        yield Check(
-            "memory nodes",
-            True,
-            f"{said}; memory can be bound; the target uses node {format_numbers(place.nodes)}"
-            + (", or all nodes with cores by --target.numa shard" if several else ""),
-        )
+        more = ", or all nodes with cores by --target.numa shard" if several else ""
+        uses = f"the target uses node {format_numbers(place.nodes)}{more}"
+        yield Check("memory nodes", True, f"{said}; memory can be bound; {uses}")
 
 
 def _huge_pages(facts: Facts) -> Iterator[Check]:
     fine = facts.huge_pages in ("always", "madvise")
-    advice = (
-        ""
-        if fine
-        else f"echo madvise | sudo tee {HUGE_PAGES}: a pass reads all weights, and with small "
-        "pages every 4 KB need a TLB entry"
-    )
-    yield Check(
-        "huge pages",
-        fine,
-        f"transparent huge pages: {facts.huge_pages or 'not in this kernel'}",
-        advice,
-    )
+    found = f"transparent huge pages: {facts.huge_pages or 'not in this kernel'}"
+    why = "a pass reads all weights, and with small pages every 4 KB need a TLB entry"
+    yield Check("huge pages", fine, found, f"echo madvise | sudo tee {HUGE_PAGES}: {why}")
 
 
 def _others(facts: Facts) -> Iterator[Check]:
@@ -611,39 +564,21 @@ def _memory(facts: Facts) -> Iterator[Check]:
         f"{facts.memory_bytes / 2**30:.1f} GiB for this process by machine and control "
         f"group, {facts.free_bytes / 2**30:.1f} GiB free"
     )
-    yield Check(
-        "memory",
-        fine,
-        found,
-        ""
-        if fine
-        else f"a service of the embedded models takes {least / 2**30:.1f} GiB: raise the limit",
-    )
+    advice = f"a service of the embedded models takes {least / 2**30:.1f} GiB: raise the limit"
+    yield Check("memory", fine, found, advice)
 
 
 def _limits(facts: Facts) -> Iterator[Check]:
-    fine = facts.files >= LEAST_FILES
-    yield Check(
-        "open files",
-        fine,
-        str(facts.files),
-        ""
-        if fine
-        else f"ulimit -n {4 * LEAST_FILES} (LimitNOFILE= in a unit): a coordinator takes one "
-        "for each client",
-    )
-    fine = facts.shared_bytes >= LEAST_SHARED
+    raised = f"ulimit -n {4 * LEAST_FILES} (LimitNOFILE= in a unit)"
+    advice = f"{raised}: a coordinator takes one for each client"
+    yield Check("open files", facts.files >= LEAST_FILES, str(facts.files), advice)
     found = (
         f"{facts.shared_bytes / 2**20:.0f} MiB free in {SHARED_MEMORY}"
         if facts.shared_bytes
         else f"{SHARED_MEMORY} cannot be used"
     )
-    yield Check(
-        "shared memory",
-        fine,
-        found,
-        "" if fine else "torch may ask for it: --shm-size=1g for a container",
-    )
+    advice = "torch may ask for it: --shm-size=1g for a container"
+    yield Check("shared memory", facts.shared_bytes >= LEAST_SHARED, found, advice)
 
 
 def _environment(facts: Facts) -> Iterator[Check]:
@@ -661,26 +596,16 @@ def _environment(facts: Facts) -> Iterator[Check]:
     advice = (
         f"unset {names}: dovetail binds and counts threads itself, and what caps instructions "
         "or makes threads spin slows it down"
-        if names
-        else ""
     )
-    yield Check(
-        "environment",
-        not names,
-        found or "no variable that binds, caps or spins torch's threads",
-        advice,
-    )
+    found = found or "no variable that binds, caps or spins torch's threads"
+    yield Check("environment", not names, found, advice)
 
 
 def _profile(facts: Facts) -> Iterator[Check]:
-    advice = (
-        facts.profile_problem
-        and "measurements are not saved: make that folder writable, or set XDG_CACHE_HOME to "
-        "one that is; remove a damaged file"
-    )
-    yield Check(
-        "profile file", not facts.profile_problem, facts.profile_problem or facts.profile, advice
-    )
+    problem = facts.profile_problem
+    advice = "measurements are not saved: make that folder writable, or set XDG_CACHE_HOME to one "
+    advice += "that is; remove a damaged file"
+    yield Check("profile file", not problem, problem or facts.profile, advice)
 
 
 def _caches(facts: Facts) -> Iterator[Check]:

@@ -154,7 +154,7 @@ class ProcessorPart(Frozen):
         }
 
 
-class Machine(Frozen):
+class DescribedMachine(Frozen):
     """A machine, as a file describes it."""
 
     title: str
@@ -216,14 +216,14 @@ def machine_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def read_machine(name: str) -> Machine:
+def read_machine(name: str) -> DescribedMachine:
     """The machine of that name, or in that file; `UserError` if it is invalid."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
         table = tomllib.loads(read_text(path, f"the machine in {path}"))
         if "processor" in table:
             table |= ProcessorPart.model_validate(table.pop("processor")).parts()
-        return Machine.model_validate(table)
+        return DescribedMachine.model_validate(table)
     except FileNotFoundError:
         raise UserError(
             f"there is no machine {name!r}: choose {', '.join(machine_names())} or a .toml file"

@@ -173,14 +173,14 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Place:
+class PartCosts:
     """Costs of the target's parts on the host, or on a device with its own memory."""
 
     layer_s: Seconds
     head_s: Seconds
 
     @classmethod
-    def estimated(cls, engine: Engine, target: Target, width: float) -> "Place":
+    def estimated(cls, engine: Engine, target: Target, width: float) -> "PartCosts":
         """By the limits of an engine; `width`: bytes of a weight."""
         return cls(
             engine.seconds(
@@ -190,7 +190,7 @@ class Place:
         )
 
     @classmethod
-    def shared_out(cls, calibration: Calibration, target: Target) -> "Place":
+    def shared_out(cls, calibration: Calibration, target: Target) -> "PartCosts":
         """Measured passes over the whole target, shared out by bytes."""
         curves = curves_of(calibration)
         whole = target.layers * target.layer + target.head
@@ -213,8 +213,8 @@ class Link:
 class Machine:
     """The costs of a target on a machine: on its device, its host, and the link between them."""
 
-    host: Place | None
-    device: Place | None
+    host: PartCosts | None
+    device: PartCosts | None
     link: Link | None
     device_bytes: int | None = None
     """The most bytes of the device for target and draft; None: no limit."""
@@ -233,12 +233,12 @@ class Machine:
     ) -> "Machine":
         """Costs of a target's parts, measured ones if available; `width`: bytes of a weight."""
         origins = {"messages of a round": hardware.messages_from}
-        host: Place | None = None
-        device: Place | None = None
+        host: PartCosts | None = None
+        device: PartCosts | None = None
         link: Link | None = None
         if hardware.host is not None:
             if calibration is not None:
-                passes, host = _measured(calibration), Place.shared_out(calibration, target)
+                passes, host = _measured(calibration), PartCosts.shared_out(calibration, target)
                 if (experts := calibration.experts) is not None and experts.passes:
                     used = f"{experts.measured(SOME_ROWS):.0f} of {experts.routing.most}"
                     each = f"{experts.expert_s / MICRO:.3g} us each (measured)"
@@ -246,9 +246,12 @@ class Machine:
                     origins["experts of a pass"] = Origin(words)
             elif parts is not None:
                 passes = MEASURED
-                host = Place(cache(parts.host_layer.at), cache(parts.host_head.at))
+                host = PartCosts(cache(parts.host_layer.at), cache(parts.host_head.at))
             else:
-                passes, host = hardware.host.origin, Place.estimated(hardware.host, target, width)
+                passes, host = (
+                    hardware.host.origin,
+                    PartCosts.estimated(hardware.host, target, width),
+                )
                 if target.mixture.share:
                     origins["experts of a pass"] = INDEPENDENT
             origins["passes of the CPU"] = passes
@@ -259,7 +262,7 @@ class Machine:
             if parts is not None:
                 origins["layers on the device"] = MEASURED
                 origins["the link"] = Origin(f"{rate:.4g} GB/s (measured)")
-                device = Place(cache(parts.layer.at), cache(parts.head.at))
+                device = PartCosts(cache(parts.layer.at), cache(parts.head.at))
                 if not hardware.overlaps:
                     streamed, layer = parts.streamed, parts.layer
                     wait_s = cache(lambda rows: max(0.0, streamed.at(rows) - layer.at(rows)))
@@ -267,7 +270,7 @@ class Machine:
             else:
                 origins["layers on the device"] = hardware.device.origin
                 origins["the link"] = Origin(f"{rate:.4g} GB/s ({hardware.link})", estimated=True)
-                device = Place.estimated(hardware.device, target, width)
+                device = PartCosts.estimated(hardware.device, target, width)
         limits = hardware.device_bytes, hardware.host_bytes, hardware.messages
         return cls(host, device, link, *limits, origins)
 
@@ -282,10 +285,10 @@ class Machine:
         name = f"passes over {nodes.count} memory nodes"
         if calibration is not None:
             self.origins[name] = _measured(calibration)
-            place = Place.shared_out(calibration, target)
+            place = PartCosts.shared_out(calibration, target)
         else:
             self.origins[name] = nodes.origin_of(self.origins["passes of the CPU"])
-            place = Place(
+            place = PartCosts(
                 cache(lambda rows: nodes.spread_s(host.layer_s(rows), 1.0)),
                 cache(lambda rows: nodes.spread_s(host.head_s(rows), 0.0)),
             )
@@ -302,7 +305,7 @@ class Machine:
             plain = (1.0 - mixture.share) / mixture.read(rows)
             return plain * device.layer_s(rows) + (1.0 - plain) * host.layer_s(rows) + CROSSING_S
 
-        return replace(self, device=Place(cache(layer_s), device.head_s), link=None)
+        return replace(self, device=PartCosts(cache(layer_s), device.head_s), link=None)
 
 
 def _measured(calibration: Calibration) -> Origin:

@@ -43,9 +43,9 @@ class Notifier:
         self._parts, self._ready, self._heard = frozenset(parts), set[str](), set[str]()
         self._due_s = self._extend_s = -math.inf
 
-    def part(self, name: str, serves: Callable[[], None] = lambda: None) -> "Part":
+    def part(self, name: str, serves: Callable[[], None] = lambda: None) -> "LoopNotifier":
         """Return the notifier of one of the loops."""
-        return Part(self, name, serves)
+        return LoopNotifier(self, name, serves)
 
     def ready(self, part: str = "") -> None:
         """Note that a part is ready; notify once, when all are."""
@@ -84,7 +84,7 @@ class Notifier:
 
 
 @dataclass(frozen=True)
-class Part:
+class LoopNotifier:
     """A loop of a process, through the interface of a worker's loop."""
 
     notifier: Notifier

@@ -13,7 +13,7 @@ from dovetail.launch.console.terminal import counted
 from dovetail.launch.machine.others import OTHERS
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.planning.candidates import Reader
-from dovetail.launch.planning.planner import Option, Planner, Seconds, Tree
+from dovetail.launch.planning.planner import Option, Planner, Tree
 from dovetail.launch.planning.subject import Subject, folder_of, subject_here
 from dovetail.launch.planning.words import against_offloading, placement, settings
 from dovetail.launch.profiling import timeline
@@ -151,11 +151,7 @@ def _weights(rates: Rates, subject: Subject, say: Callable[[str], None]) -> Iter
     halves = ["half"] if half_of(tensors) and subject.weights == "fp32" else []
     for weights in [*halves, "int8"] if subject.weights in ("fp32", "half") else []:
         other = subject_here(base.over("profile", {"target.weights": weights}), say, subject)
-        share = _quotient(_whole(other), _whole(subject))
-        machine = rates.planner.machine
-        assert machine.host is not None
-        host = replace(machine.host, layer_s=_product(machine.host.layer_s, share))
-        planner = replace(rates.planner, machine=replace(machine, host=host))
+        planner = _at_other_speed(rates.planner, subject, other)
         gain = rates.rate(rates.option(rates.tree, planner=planner)) / rates.now
         same = weights == "half"
         what = (
@@ -168,18 +164,22 @@ def _weights(rates: Rates, subject: Subject, say: Callable[[str], None]) -> Iter
         yield Advice("weights", what, flags, gain, basis, same=same)
 
 
-def _whole(subject: Subject) -> Seconds:
+def _at_other_speed(planner: Planner, subject: Subject, other: Subject) -> Planner:
+    """Return a planner whose passes take longer in proportion to those of another subject."""
+    host = planner.machine.host
+    assert host is not None
+    own_s = host.layer_s
+
+    def layer_s(rows: int) -> float:
+        return own_s(rows) * _whole_s(other, rows) / _whole_s(subject, rows)
+
+    return replace(planner, machine=replace(planner.machine, host=replace(host, layer_s=layer_s)))
+
+
+def _whole_s(subject: Subject, rows: int) -> float:
     host = subject.machine.host
     assert host is not None
-    return lambda rows: subject.target.layers * host.layer_s(rows) + host.head_s(rows)
-
-
-def _quotient(one: Seconds, other: Seconds) -> Seconds:
-    return lambda rows: one(rows) / other(rows)
-
-
-def _product(one: Seconds, other: Seconds) -> Seconds:
-    return lambda rows: one(rows) * other(rows)
+    return subject.target.layers * host.layer_s(rows) + host.head_s(rows)
 
 
 def _placements(rates: Rates, subject: Subject) -> Iterator[Advice]:

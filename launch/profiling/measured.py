@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from statistics import fmean
 
-from dovetail.launch.planning.planner import Draft, Machine, Place, Planner, Target, Tree
+from dovetail.launch.planning.planner import Draft, Machine, PartCosts, Planner, Target, Tree
 from dovetail.launch.profiling import timeline
 from dovetail.launch.profiling.samplers import Sample
 from dovetail.launch.profiling.timeline import NS, Slice
@@ -254,7 +254,7 @@ def planner_of(evidence: Evidence, costs: PairCosts) -> Planner:
         return costs.target.at(round(rows * sessions), evidence.context)
 
     target = Target(1, 1, 0, lambda *_: 0, lambda *_: 0)
-    return Planner(target, Machine(Place(pass_s, lambda _: 0.0), None, None, messages=costs))
+    return Planner(target, Machine(PartCosts(pass_s, lambda _: 0.0), None, None, messages=costs))
 
 
 def draft_of(evidence: Evidence, costs: PairCosts, found: Replayed) -> Draft:

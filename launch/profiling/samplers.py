@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -37,7 +37,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class CardReading:
     """The figures of a card; None if it does not report them."""
 
     name: str
@@ -56,13 +56,7 @@ class Sample:
     cores: Mapping[int, tuple[float, float]]
     """(busy, all) seconds of each logical CPU, both since boot."""
     processes: Mapping[int, Process]
-    gpus: Mapping[str, Gpu]
-
-
-class GpuSampler(Protocol):
-    """A vendor's library."""
-
-    def read(self) -> Mapping[str, Gpu]: ...
+    gpus: Mapping[str, CardReading]
 
 
 def cards_of(vendor: str, root: Path = ROOT) -> bool:
@@ -105,10 +99,10 @@ class Nvml:
         ) as error:  # such as a part of a card (MIG) without separate figures
             raise Absent(f"NVML does not report how busy the card is: {error}") from None
 
-    def read(self) -> Mapping[str, Gpu]:
+    def read(self) -> Mapping[str, CardReading]:
         return {f"cuda:{index}": self._card(handle) for index, handle in enumerate(self._handles)}
 
-    def _card(self, handle: Any) -> Gpu:
+    def _card(self, handle: Any) -> CardReading:
         nvml = self._nvml
         name = nvml.nvmlDeviceGetName(handle)
         busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
@@ -119,7 +113,7 @@ class Nvml:
         rate = LANE_GB_S.get(LANES_GT_S.get(generation, 0.0))
         link = rate * lanes if rate is not None and lanes else None
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return Gpu(
+        return CardReading(
             name if isinstance(name, str) else name.decode(),
             busy,
             int(memory.used),
@@ -154,17 +148,17 @@ class SysfsCards:
         self._idle: dict[str, tuple[float, float]] = {}
         """Name -> when a card was read last, and how long it had been powered down; seconds."""
 
-    def read(self) -> Mapping[str, Gpu]:
+    def read(self) -> Mapping[str, CardReading]:
         return {name: self._read(name, card) for name, card in self._cards.items()}
 
-    def _read(self, name: str, card: Card) -> Gpu:
+    def _read(self, name: str, card: Card) -> CardReading:
         busy, idle_s, now_s = card.busy(), card.idle_s(), time.monotonic()
         if busy is None and idle_s is not None:
             before = self._idle.get(name)
             self._idle[name] = now_s, idle_s
             if before is not None and now_s > before[0]:
                 busy = min(1.0, max(0.0, 1.0 - (idle_s - before[1]) / (now_s - before[0])))
-        return Gpu(
+        return CardReading(
             card.name, busy, card.used_bytes(), card.memory_bytes, card.link_gb_s, card.integrated
         )
 
@@ -179,7 +173,7 @@ class Samplers:
         nvidia = self._open("NVIDIA cards (NVML)", Nvml)
         others = partial(SysfsCards, root, beside_nvidia=nvidia is not None)
         cards = (nvidia, self._open("AMD and Intel cards (sysfs)", others))
-        self._cards: list[GpuSampler] = [card for card in cards if card is not None]
+        self._cards: list[Any] = [card for card in cards if card is not None]
         self._taken: list[Sample] = []
 
     def _open(self, name: str, kind: Any) -> Any:

@@ -40,7 +40,7 @@ SAMPLE_S = 0.25
 """Between two readings of the samplers: the kernel counts busy time in hundredths of a second."""
 
 
-class Watch:
+class RunWatch:
     """Everything that has been seen since it began; call `glance` as often as there is time."""
 
     def __init__(self, client: Client, samplers: Samplers) -> None:
@@ -134,7 +134,7 @@ class Workload:
     def warm_up(self, prompt: Prompt) -> None:
         self._decode(prompt, WARM_TOKENS)
 
-    def run(self, prompts: Sequence[Prompt], watch: Watch, step: Callable[[str], None]) -> None:
+    def run(self, prompts: Sequence[Prompt], watch: RunWatch, step: Callable[[str], None]) -> None:
         for prompt in prompts:
             self._decode(prompt, self.settings.sampling.max_tokens, glance=watch.glance)
             step(prompt.id)
@@ -206,7 +206,7 @@ class Workload:
         )
 
 
-def watch_others(watch: Watch, seconds: float, step: Callable[[str], None]) -> None:
+def watch_others(watch: RunWatch, seconds: float, step: Callable[[str], None]) -> None:
     """Watch what others have decoded, for so long; Ctrl-C ends it early. `UserError` if nothing
     was."""
     deadline, shown = time.monotonic() + seconds, 0
@@ -231,7 +231,7 @@ OWN_END = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
 
 def own_run(
     owned: ExitStack, configuration: Configuration, prompts: Sequence[Prompt], seed: int
-) -> tuple[Evidence, Watch]:
+) -> tuple[Evidence, RunWatch]:
     check_stack(configuration)
     if running := announcements():
         note(
@@ -245,7 +245,7 @@ def own_run(
         stack = begin_stack(supervisor, configuration, layout=layout, measures=True)()
         state = wait_until_ready(supervisor, stack, say)
     connection = Connection(owned.enter_context(stack.connect()), state, stack)
-    watch = Watch(owned.enter_context(stack.connect()), _samplers(state))
+    watch = RunWatch(owned.enter_context(stack.connect()), _samplers(state))
     workload = Workload(connection, settings, seed)
     with progress_bar(len(prompts) + workload.soundings + 1, "replies") as step:
         workload.warm_up(prompts[0])
@@ -269,7 +269,7 @@ def own_run(
     return evidence, watch
 
 
-def _evidence(watch: Watch, status: Reported, **fields: Any) -> Evidence:
+def _evidence(watch: RunWatch, status: Reported, **fields: Any) -> Evidence:
     return Evidence(
         slices=[Slice.of(span) for span in watch.spans],
         rounds=watch.rounds,
@@ -307,7 +307,7 @@ def attached(
     prompts: Sequence[Prompt],
     seconds: float,
     seed: int,
-) -> tuple[Evidence, Watch]:
+) -> tuple[Evidence, RunWatch]:
     """A coordinator that runs: some prompts of ours on it, or what others have decoded
     meanwhile."""
     if named := names_models(configuration):
@@ -315,7 +315,9 @@ def attached(
     address = _behind(address)
     client = owned.enter_context(find_coordinator(configuration, address))
     state = client.status()
-    watch = Watch(owned.enter_context(find_coordinator(configuration, address)), _samplers(state))
+    watch = RunWatch(
+        owned.enter_context(find_coordinator(configuration, address)), _samplers(state)
+    )
     settings = configuration.settings
     if prompts:
         workload = Workload(Connection(client, state), settings, seed)
@@ -381,13 +383,13 @@ def _listener(url: str) -> tuple[str, str | None, int | None]:
 
 
 @contextmanager
-def _watched(watch: Watch) -> Iterator[None]:
+def _watched(watch: RunWatch) -> Iterator[None]:
     watch.begin()
     yield
     watch.end()
 
 
-def _check_rounds(watch: Watch) -> None:
+def _check_rounds(watch: RunWatch) -> None:
     if not watch.rounds:
         raise UserError("no reply had a second token: take longer ones, or allow more tokens")
 
@@ -409,11 +411,11 @@ def _samplers(state: Reported) -> Samplers:
     return Samplers([*workers, *([coordinator] if coordinator is not None else []), os.getpid()])
 
 
-def _went_ahead(watch: Watch) -> bool:
+def _went_ahead(watch: RunWatch) -> bool:
     return any(seen.record.ahead for seen in watch.rounds)
 
 
-def _share_cores(watch: Watch) -> bool:
+def _share_cores(watch: RunWatch) -> bool:
     targets, drafts = (
         [set(worker.cores) for worker in watch.workers if role in worker.roles]
         for role in ("target", "draft")

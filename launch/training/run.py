@@ -33,7 +33,7 @@ TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
 
 
 @dataclass(frozen=True)
-class Wish:
+class TrainingOptions:
     """The options on the command line; None: the preset's value."""
 
     kind: str
@@ -69,7 +69,7 @@ class Wish:
         return {o.recipe or o.field: self.own.get(o.field, o.default) for o in options}
 
 
-def train_head(wish: Wish) -> "Trained | None":
+def train_head(wish: TrainingOptions) -> "Trained | None":
     if (wish.features is None) == (not wish.data):
         raise UserError("give either --data FILE, or --features DIR from `dovetail features`")
     if wish.regenerate and not wish.data:
@@ -89,7 +89,7 @@ def train_head(wish: Wish) -> "Trained | None":
         return _train(wish, place, peers)
 
 
-def _train(wish: Wish, place: "Workplace", peers: "ProcessGroup") -> "Trained | None":
+def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> "Trained | None":
     from dovetail.workers.training.folder import config_of, write_head
     from dovetail.workers.training.run import silent
     from dovetail.workers.training.target_parts import read_target
@@ -146,7 +146,7 @@ def _train(wish: Wish, place: "Workplace", peers: "ProcessGroup") -> "Trained | 
     return trained
 
 
-def _features(wish: Wish) -> "tuple[Features, str]":
+def _features(wish: TrainingOptions) -> "tuple[Features, str]":
     from dovetail.workers.training.data.corpus import open_reader, read_examples
     from dovetail.workers.training.data.features import online_features, open_features
     from dovetail.workers.training.data.states import open_states
@@ -168,7 +168,7 @@ def _features(wish: Wish) -> "tuple[Features, str]":
     return online_features(examples, open_states(target, taps=taps)), target
 
 
-def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShape":
+def _shape(wish: TrainingOptions, features: "Features", target: "TargetParts") -> "HeadShape":
     from dovetail.workers.training.folder import shape_for
 
     own = wish.chosen(recipe=False)
@@ -184,7 +184,7 @@ def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShap
     )
 
 
-def _plan(wish: Wish, target: "TargetParts", peers: "ProcessGroup") -> "Plan":
+def _plan(wish: TrainingOptions, target: "TargetParts", peers: "ProcessGroup") -> "Plan":
     from dovetail.workers.training.recipes import plan_for
     from dovetail.workers.training.trainer import faster_number
 

@@ -25,7 +25,7 @@ from benchmarks.options import Command, option, options, report
 from dovetail.launch.bench.load.measured import run
 from dovetail.launch.bench.load.served import PATH, Reply, ask
 from dovetail.launch.bench.methods import read_prompt_set
-from dovetail.launch.chat.web import Site
+from dovetail.launch.chat.web import WebServer
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.protocol.errors import UserError
 from support.inflated import as_flags, inflated
@@ -76,7 +76,7 @@ def rate(
     """Tokens a second of chats, so many at a time, and their texts; `whole`: each reply comes in
     one piece, so that client and router take next to nothing of the cores."""
     time.sleep(SETTLE_S)
-    site = Site(url, "")
+    site = WebServer(url, "")
     turns = [prompt.turns[0] for prompt in read_prompt_set(PROMPTS, None).prompts]
 
     def one(number: int) -> Reply:
@@ -91,7 +91,7 @@ def rate(
     return written / loaded.seconds, {reply.number: reply.text for reply in loaded.replies}
 
 
-def in_one_piece(site: Site, body: Mapping[str, Any], number: int) -> Reply:
+def in_one_piece(site: WebServer, body: Mapping[str, Any], number: int) -> Reply:
     """Ask for a chat completion that is not streamed."""
     reply = Reply(number, time.perf_counter())
     with site.asked("POST", PATH, json.dumps(body).encode()) as response:
@@ -209,7 +209,7 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def rounds_of(url: str, requests: int, tokens: int) -> tuple[float, Sequence[str]]:
     """Seconds of a round, prefill left out, and the texts."""
-    site = Site(url, "")
+    site = WebServer(url, "")
     turns = [prompt.turns[0] for prompt in read_prompt_set(PROMPTS, None).prompts]
     spent_s, count, texts = 0.0, 0, []
     for number in range(-2, requests):

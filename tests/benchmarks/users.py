@@ -23,7 +23,7 @@ from benchmarks.gaps import server
 from benchmarks.options import Command, option, options, report
 from dovetail.launch.bench.load.served import Reply, ask
 from dovetail.launch.bench.methods import read_prompt_set
-from dovetail.launch.chat.web import Site
+from dovetail.launch.chat.web import WebServer
 from dovetail.launch.console.terminal import print_table, progress_bar
 
 MOST_SHARE = 2.0
@@ -41,7 +41,7 @@ class User:
     """Somebody who asks, and asks again once the reply is there."""
 
     key: str
-    site: Site
+    site: WebServer
     replies: list[Reply] = field(default_factory=list)
 
     def ask(self, turns: Sequence[str], tokens: int, number: int, model: str) -> None:
@@ -81,7 +81,9 @@ def users(
         file.flush()
         chosen = [f"--http.api_key_file={file.name}", *flags]
         with server("small", chosen, inflate) as url:
-            crowd = [User(named[n % keys], Site(url, named[n % keys])) for n in range(together)]
+            crowd = [
+                User(named[n % keys], WebServer(url, named[n % keys])) for n in range(together)
+            ]
             rss = run(crowd, turns, tokens, seconds)
     found = {"seconds": seconds, "rss_mb": rss, **figures(crowd)}
     found["holds"] &= rss[-1] <= MOST_GROWTH * rss[0]

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from dovetail.launch.bench.load import served as request
-from dovetail.launch.bench.load.measured import Load, levels_of, row, run, show, with_speedups
+from dovetail.launch.bench.load.measured import LoadRun, levels_of, row, run, show, with_speedups
 from dovetail.launch.bench.load.served import Reply, ask
-from dovetail.launch.chat.web import Site
+from dovetail.launch.chat.web import WebServer
 from dovetail.launch.cli import run as command_line
 from dovetail.protocol.errors import UserError
 from support.patience import PATIENCE_S
@@ -46,7 +46,7 @@ def test_latencies_are_those_of_the_chunks_that_carry_text() -> None:
     said = role + chunk("one two ") + chunk("three") + chunk(" four") + last + usage + DONE
     clock = ticking(100.0, 100.1, 101.0, 102.0, 104.0, 104.5, 105.0, 106.0)
     with scripted(200, said) as server:
-        found = ask(Site(server.url, "secret"), {"model": "tiny"}, 3, clock)
+        found = ask(WebServer(server.url, "secret"), {"model": "tiny"}, 3, clock)
     assert (found.error, found.text, found.number) == ("", "one two three four", 3)
     assert (found.ttft_s, found.itls_s, found.latency_s) == (1.0, [1.0, 2.0], 5.0)
     assert found.tpot_s == (5.0 - 1.0) / (7 - 1)
@@ -82,7 +82,7 @@ def test_a_request_that_fails_is_named(
     if error == "too long":
         monkeypatch.setattr(request, "MOST_BYTES", 8000)
     with scripted(status, body) as server:
-        site = Site(server.url, "")
+        site = WebServer(server.url, "")
         found = ask(site, {}, 0)
     assert (found.error, found.words) == (error, words)
     assert ask(site, {}, 0).error == "connection"
@@ -94,9 +94,9 @@ def test_a_request_that_fails_is_named(
 )
 def test_usage_that_cannot_be_is_none(usage: object) -> None:
     with scripted(200, chunk("Hi") + event({"choices": [], "usage": usage}) + DONE) as server:
-        found = ask(Site(server.url, ""), {}, 0)
+        found = ask(WebServer(server.url, ""), {}, 0)
     assert (found.error, found.output_tokens) == ("", 1)
-    assert row("server", 1, [Load((found,), 1.0)])["total_output_tokens"] == 1
+    assert row("server", 1, [LoadRun((found,), 1.0)])["total_output_tokens"] == 1
 
 
 def test_so_many_requests_are_under_way_at_once_and_each_is_asked_once() -> None:
@@ -138,7 +138,7 @@ def test_a_mistake_of_ours_is_no_failure_of_the_server() -> None:
 
 def test_the_figures_have_the_names_and_the_meaning_of_vllm_bench_serve() -> None:
     failed = Reply(2, 0.0, error="HTTP 429", words="full")
-    load = Load((reply(0, [1.0, 2.0], 5), reply(1, [3.0, 4.0, 7.0], 3), failed), 10.0)
+    load = LoadRun((reply(0, [1.0, 2.0], 5), reply(1, [3.0, 4.0, 7.0], 3), failed), 10.0)
     found = row("draft", 2, [load])
     assert (found["completed"], found["failed"], found["duration"]) == (2, 1, 10.0)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (20, 8)
@@ -151,7 +151,7 @@ def test_the_figures_have_the_names_and_the_meaning_of_vllm_bench_serve() -> Non
 
 
 def test_a_draft_is_compared_with_the_target_alone_at_the_same_concurrency() -> None:
-    alone, drafted = Load((reply(0, [1.0], 10),), 4.0), Load((reply(0, [1.0], 10, "y"),), 2.0)
+    alone, drafted = LoadRun((reply(0, [1.0], 10),), 4.0), LoadRun((reply(0, [1.0], 10, "y"),), 2.0)
     rows = [row("none", 2, [alone]), row("draft", 2, [drafted]), row("draft", 4, [drafted])]
     texts = {("none", 2): {0: "x"}, ("draft", 2): {0: "y"}, ("draft", 4): {0: "y"}}
     told = [(row["speedup"], row["differ"]) for row in with_speedups(rows, texts, "none")]
@@ -160,7 +160,7 @@ def test_a_draft_is_compared_with_the_target_alone_at_the_same_concurrency() -> 
 
 def test_what_failed_is_said_beside_the_table(capfd: pytest.CaptureFixture[str]) -> None:
     failed = [Reply(number, 0.0, error="HTTP 429", words="try later") for number in range(2)]
-    rows = with_speedups([row("none", 8, [Load((*failed,), 1.0)])], {("none", 8): {}}, "none")
+    rows = with_speedups([row("none", 8, [LoadRun((*failed,), 1.0)])], {("none", 8): {}}, "none")
     show({"rows": rows, "lost": "", "interrupted": True})
     out, said = capfd.readouterr()
     assert "tokens/s" in out

@@ -19,7 +19,7 @@ from dovetail.launch.commands.config import GRAFANA
 from dovetail.launch.files.deployment.containers import (
     READY,
     USER,
-    Part,
+    DeployedProcess,
     compose_file,
     kubernetes_manifest,
 )
@@ -136,7 +136,7 @@ def test_units_are_the_processes_of_serve_and_are_watched() -> None:
 
 def test_a_unit_has_the_cores_and_memory_nodes_of_its_process() -> None:
     def lines(place: Place) -> list[str]:
-        return [*_resources(Part("target", (), place, 5, False, ()))]
+        return [*_resources(DeployedProcess("target", (), place, 5, False, ()))]
 
     one = lines(Place((8, 9, 10, 11), (1,)))
     assert {"AllowedCPUs=8-11", "AllowedMemoryNodes=1", "NUMAPolicy=bind", "NUMAMask=1"} < {*one}

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from dovetail.launch.chat.answering import PLAIN, CoordinatorAnswerer, Templated, templated
-from dovetail.launch.decoding.single import Wish
+from dovetail.launch.decoding.single import RequestSettings
 from dovetail.launch.files.outputs import OUT_FOLDER, check_output
 from dovetail.launch.processes.connection import connected, connected_by_target
 from dovetail.launch.processes.preflight import (
@@ -503,7 +503,7 @@ def test_without_a_chat_template_a_prompt_is_continued_and_that_is_reported(
         house.add(ScriptedTarget, "target", template="")
         with connected(configure(environment={}), house.address) as connection:
             for raw in (False, True):
-                wish = Wish(configure(environment={}), raw=raw)
+                wish = RequestSettings(configure(environment={}), raw=raw)
                 wish.to(connection, wish.configuration)
                 assert (f"{PLAIN}\n" in capsys.readouterr().err) == (not raw)
             assert CoordinatorAnswerer(connection).no_chats() == PLAIN

@@ -29,8 +29,15 @@ from dovetail.launch.profiling.measured import (
     levels_of,
     replayed,
 )
-from dovetail.launch.profiling.samplers import Absent, Gpu, Nvml, Sample, Samplers, busy_cores
-from dovetail.launch.profiling.stages import Watch
+from dovetail.launch.profiling.samplers import (
+    Absent,
+    CardReading,
+    Nvml,
+    Sample,
+    Samplers,
+    busy_cores,
+)
+from dovetail.launch.profiling.stages import RunWatch
 from dovetail.launch.profiling.timeline import Actor, Slice
 from dovetail.protocol.experts import Mixture, Routing
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
@@ -335,7 +342,7 @@ def test_a_card_of_nvidia_says_what_it_does_and_what_it_does_not_tell_is_none(
 ) -> None:
     library("pynvml", NVML.format(busy="return Told(gpu=40)", link=link))
     bus = None if rate is None else pytest.approx(rate)
-    assert Nvml().read() == {"cuda:0": Gpu("Card", 0.4, 3 << 30, 8 << 30, bus)}
+    assert Nvml().read() == {"cuda:0": CardReading("Card", 0.4, 3 << 30, 8 << 30, bus)}
 
 
 def test_a_card_that_does_not_say_how_busy_it_is_is_absent_with_the_reason(
@@ -518,7 +525,7 @@ def test_a_watch_keeps_every_worker_that_was_there_and_tells_what_changed() -> N
         {"a": 2, "b": 4, "c": 5},
         {"b": 4, "c": 5},
     )
-    watch = Watch(looks, Samplers([]))
+    watch = RunWatch(looks, Samplers([]))
     watch._look()
     watch.begin()
     for _ in range(3):

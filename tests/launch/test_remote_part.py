@@ -1,11 +1,20 @@
 """A process on a node as its service sees it; the node is scripted."""
 
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dovetail.launch.processes.ray.part import Command, Failed, RemotePart
-from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.launch.machine.topology import Node, Topology
+from dovetail.launch.processes.ray.bundles import NODE_ID, ClusterNode, bundles_of, why_not
+from dovetail.launch.processes.ray.part import Failed, RemotePart, SeatCommand
+from dovetail.launch.processes.ray.seat import claim
+from dovetail.launch.settings.configure import configure
+from dovetail.protocol.errors import DovetailError, SettingsError, UserError
+from dovetail.protocol.settings import Settings
 
 OURS = {"release": "0.1.0", "protocol": [1, 19]}
 NODE = {"host": "box", "ip": "10.0.0.1", **OURS}
@@ -58,7 +67,7 @@ def test_a_process_is_started_on_its_node_told_looked_at_and_its_end_is_its_own(
     said = {**QUIET, "heard": "ipc:///x", "lines": ["loading"]}
     ended = {**said, "lines": [], "ending": ENDED, "failure": words}
     made, seat = part(NODE, {"pid": 7}, said, ended)
-    made.begin(Command(["worker"], {"target.key": "secret"}, 2))
+    made.begin(SeatCommand(["worker"], {"target.key": "secret"}, 2))
     made.tell("tcp://10.0.0.9:5")  # it is not there yet
     for step in range(6):
         made.poll(1e3 * step)
@@ -73,7 +82,7 @@ def test_a_process_is_started_on_its_node_told_looked_at_and_its_end_is_its_own(
 
 def test_a_node_with_another_release_is_a_mistake_that_names_both() -> None:
     made, seat = part({**NODE, "release": "0.0.9", "protocol": [1, 2]})
-    made.begin(Command(["worker"]))
+    made.begin(SeatCommand(["worker"]))
     for step in range(3):
         made.poll(float(step))
     assert [call for call, _ in seat.asked] == ["introduce"]
@@ -84,14 +93,14 @@ def test_a_node_with_another_release_is_a_mistake_that_names_both() -> None:
 
 def test_a_node_that_is_lost_ends_its_process_and_one_that_cannot_start_it_says_why() -> None:
     made, _ = part(NODE, {"pid": 7}, Failed("was lost with its actor (the node died)"))
-    made.begin(Command(["worker"]))
+    made.begin(SeatCommand(["worker"]))
     for step in range(5):
         made.poll(1e3 * step)
     assert (made.ending().code, made.ending().mistake) == (1, False)
     with pytest.raises(DovetailError, match="the target worker was lost with its actor"):
         raise made.failure()
     made, _ = part(NODE, {"why": "2 cores were asked for", "mistake": True})
-    made.begin(Command(["worker"]))
+    made.begin(SeatCommand(["worker"]))
     for step in range(4):
         made.poll(float(step))
     with pytest.raises(UserError, match="the target worker: 2 cores were asked for"):
@@ -104,3 +113,133 @@ def test_a_part_that_waits_for_a_node_says_once_what_it_waits_for() -> None:
         made.poll(1e12 + step)
     assert made.listen() == ["it waits for a node: no node has CPU=8"]
     assert not made.ended
+
+
+PAIR = {"target worker": "target", "draft worker": "draft"}
+
+
+def node(name: str, *, free: float | None = None, **resources: float) -> ClusterNode:
+    there = {"memory": 64e9, **resources}
+    left = there if free is None else {**there, "CPU": free}
+    return ClusterNode(f"id-{name}", name, there, {"zone": name, NODE_ID: f"id-{name}"}, left)
+
+
+def settings(**flags: str) -> Settings:
+    given = {name.replace("__", "."): text for name, text in flags.items()}
+    return configure(flags=given, environment={}).settings
+
+
+def wishes(nodes: list[ClusterNode], **flags: str) -> list[dict[str, float]]:
+    found = bundles_of(settings(**flags), PAIR, nodes, "id-a")  # type: ignore[arg-type]
+    return [{k: v for k, v in bundle.resources.items() if k != "memory"} for bundle in found]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "flags", "expected"),
+    [
+        ([node("a", CPU=8)], {}, [{}, {"CPU": 7}, {"CPU": 1}]),
+        ([node("a", CPU=8)], {"ray__replicas": "2"}, [{}, {"CPU": 3}, {"CPU": 1}]),
+        ([node("a", CPU=8)] * 2, {"ray__replicas": "2"}, [{}, {"CPU": 7}, {"CPU": 1}]),
+        ([node("a", CPU=1)], {}, [{}, {"CPU": 1}, {}]),
+        ([node("a", CPU=8)], {"target__threads": "2"}, [{}, {"CPU": 2}, {"CPU": 1}]),
+        ([node("a", CPU=8, GPU=1)], {}, [{}, {"CPU": 7}, {"CPU": 1, "GPU": 1}]),
+        ([node("a", CPU=8, GPU=1)], {"draft__device": "cpu"}, [{}, {"CPU": 7}, {"CPU": 1}]),
+        ([node("a", CPU=8)], {"draft__device": "cuda:0"}, [{}, {"CPU": 7}, {"CPU": 1, "GPU": 1}]),
+        (
+            [node("a", CPU=8)],
+            {"ray__target": "CPU=4,big=2", "ray__draft": "CPU=0"},
+            [{}, {"CPU": 4, "big": 2}, {}],
+        ),
+    ],
+)
+def test_a_part_asks_for_cores_and_a_gpu_as_settings_and_cluster_have_them(
+    nodes: list[ClusterNode], flags: dict[str, str], expected: list[dict[str, float]]
+) -> None:
+    assert wishes(nodes, **flags) == expected
+
+
+def test_a_target_reserves_what_its_weights_take_and_a_coordinator_stays_here() -> None:
+    nodes = [node("a", CPU=8)]
+    small, large = (
+        bundles_of(settings(target__weights=weights), PAIR, nodes, "id-a")  # type: ignore[arg-type]
+        for weights in ("half", "fp32")
+    )
+    assert large[1].resources["memory"] > small[1].resources["memory"]
+    assert small[0].labels == {NODE_ID: "id-a"}
+    (elsewhere, target, _) = bundles_of(
+        settings(ray__coordinator="label:zone=b", ray__target="label:zone=c,memory=20GB"),
+        PAIR,  # type: ignore[arg-type]
+        nodes,
+        "id-a",
+    )
+    assert elsewhere.labels == {"zone": "b"}
+    assert (target.labels, target.resources["memory"]) == ({"zone": "c"}, 20e9)
+
+
+def test_the_bundle_that_has_no_place_is_named_with_what_the_nodes_have() -> None:
+    nodes = [node("a", CPU=2), node("b", CPU=4, free=1.0)]
+    bundles = bundles_of(settings(ray__target="CPU=8"), PAIR, nodes, "id-a")  # type: ignore[arg-type]
+    why = why_not(bundles, nodes, "PACK")
+    assert "no node of the cluster has what the target worker asks for, CPU=8" in why
+    assert "(ray.target)" in why
+    assert "a has memory=64GB, CPU=2, label:zone=a; b has memory=64GB, CPU=4 (1 free)" in why
+    bundles = bundles_of(settings(ray__target="CPU=4"), PAIR, nodes, "id-a")  # type: ignore[arg-type]
+    assert "has free what the target worker asks for" in why_not(bundles, nodes, "PACK")
+    bundles = bundles_of(settings(ray__target="CPU=2"), PAIR, nodes, "id-a")  # type: ignore[arg-type]
+    assert "together (ray.strategy STRICT_PACK)" in why_not(bundles, nodes, "STRICT_PACK")
+
+
+@pytest.mark.parametrize("text", ["CPU", "CPU=many", "CPU=-1", "CPU=1,CPU=2", "=1"])
+def test_a_wish_that_is_none_is_refused_with_its_form(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"ray.target = .*is not a node requirement: write "):
+        settings(ray__target=text)
+
+
+def test_there_is_at_least_one_replica() -> None:
+    with pytest.raises(SettingsError, match=r"ray.replicas = '0' .* a whole number from 1 to 256"):
+        settings(ray__replicas="0")
+
+
+def test_without_ray_the_engine_is_refused_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for module in [name for name in sys.modules if name.endswith(("ray.cluster", "ray.placed"))]:
+        monkeypatch.delitem(sys.modules, module)
+    done = invoke("serve", "--engine=ray", "--http.port=0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--engine ray needs Ray on every node" in done.stderr
+    assert "pip install 'dovetail[ray]'" in done.stderr
+
+
+TWO_SOCKETS = Topology((Node(0, ((0, 4), (1, 5)), 1 << 30), Node(1, ((2, 6), (3, 7)), 1 << 30)))
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_each_core_is_claimed_once_with_the_memory_of_its_node_and_let_go_again() -> None:
+    first = claim(2, topology=TWO_SOCKETS)
+    assert (first.place.cores, first.place.nodes) == ((0, 1), (0,))
+    draft = claim(1, last=True, topology=TWO_SOCKETS)
+    assert (draft.place.cores, draft.place.nodes) == ((3,), (1,))
+    second = claim(2, topology=TWO_SOCKETS)  # second hardware threads of one node, before two nodes
+    assert (second.place.cores, second.place.nodes) == ((4, 5), (0,))
+    first.close()
+    assert claim(2, topology=TWO_SOCKETS).place.cores == (0, 1)
+
+
+def test_cores_of_several_nodes_are_claimed_where_none_has_enough() -> None:
+    assert claim(6, topology=TWO_SOCKETS).place.nodes == (0, 1)
+
+
+def test_fewer_cores_than_asked_for_are_an_error_that_takes_none() -> None:
+    kept = claim(7, topology=TWO_SOCKETS)
+    with pytest.raises(UserError, match=r"2 cores were asked for, and 1 of"):
+        claim(2, topology=TWO_SOCKETS)
+    assert len(claim(1, topology=TWO_SOCKETS).place.cores) == 1
+    with pytest.raises(UserError, match="1 cores were asked for, and 0 of"):
+        claim(1, topology=TWO_SOCKETS)
+    kept.close()

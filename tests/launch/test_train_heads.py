@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dovetail.launch.commands.train import command
 from dovetail.launch.training import heads
-from dovetail.launch.training.run import Wish, train_head
+from dovetail.launch.training.run import TrainingOptions, train_head
 from dovetail.protocol.errors import UserError
 from dovetail.workers.heads.head import classify, open_head
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
@@ -96,11 +96,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def wish(kind: Any, tokens: Path, out: Path, **otherwise: Any) -> Wish:
+def wish(kind: Any, tokens: Path, out: Path, **otherwise: Any) -> TrainingOptions:
     fields = {option.field for option in heads.TRAINED[kind].options}
     own = {name: value for name, value in otherwise.items() if name in fields}
     others = {name: value for name, value in otherwise.items() if name not in fields}
-    return Wish(
+    return TrainingOptions(
         **{
             "kind": kind,
             "out": out,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.chat.answering import PLAIN, Answer, Manner
-from dovetail.launch.chat.web import Site, WebAnswerer, api_key, check_flags
+from dovetail.launch.chat.web import WebAnswerer, WebServer, api_key, check_flags
 from dovetail.launch.commands.chat import Chat
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import DovetailError, UserError
@@ -159,7 +159,7 @@ def test_what_is_no_url_is_told(url: str) -> None:
 )
 def test_what_is_no_server_is_named(answer: bytes | None, words: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        site = Site(f"http://127.0.0.1:{server.getsockname()[1]}", "", silence_s=0.2)
+        site = WebServer(f"http://127.0.0.1:{server.getsockname()[1]}", "", silence_s=0.2)
 
         def say() -> None:
             with server.accept()[0] as client:

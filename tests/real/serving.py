@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from dovetail.launch.bench.load.measured import Load, run
+from dovetail.launch.bench.load.measured import LoadRun, run
 from dovetail.launch.bench.load.served import PLAIN_PATH, Reply, ask
-from dovetail.launch.chat.web import Site
+from dovetail.launch.chat.web import WebServer
 from dovetail.launch.console.terminal import print_table
 from real.servers import PATIENCE_S, own_places, served
 
@@ -79,12 +79,16 @@ def serve(
     with ExitStack() as opened:
         given = own_places(opened.enter_context(tempfile.TemporaryDirectory()))
         sites = {
-            name: Site(opened.enter_context(served(*service, given))[1], "", silence_s=PATIENCE_S)
+            name: WebServer(
+                opened.enter_context(served(*service, given))[1], "", silence_s=PATIENCE_S
+            )
             for name, service in services.items()
         }
         texts = prompts(30)
 
-        def load(site: Site, text: Iterator[str], users: int, count: int, body: Any) -> Load:
+        def load(
+            site: WebServer, text: Iterator[str], users: int, count: int, body: Any
+        ) -> LoadRun:
             """Send completions of different prompts, `users` at a time."""
             bodies = [
                 {"prompt": next(text), "max_tokens": tokens, "ignore_eos": True, **body}

@@ -15,7 +15,7 @@ from dovetail.launch.planning.planner import (
     Link,
     Machine,
     Option,
-    Place,
+    PartCosts,
     Planner,
     Target,
     Tree,
@@ -45,8 +45,8 @@ TREES = [
     for depth in (1, 2, 4)
     if depth <= gamma
 ] + [Tree("budget", 128, 8, 32)]
-SLOW_HOST = Place(lambda rows: 1e-3 * max(1.0, rows / 8), lambda rows: 1e-4)
-FAST_DEVICE = Place(lambda rows: 1e-4 * max(1.0, rows / 256), lambda rows: 1e-5)
+SLOW_HOST = PartCosts(lambda rows: 1e-3 * max(1.0, rows / 8), lambda rows: 1e-4)
+FAST_DEVICE = PartCosts(lambda rows: 1e-4 * max(1.0, rows / 256), lambda rows: 1e-5)
 LINK = Link(lambda rows: 2e-3, overlaps=True)
 MACHINE = Machine(SLOW_HOST, FAST_DEVICE, LINK, device_bytes=500, messages=Messages(1e-5, 2e-5))
 

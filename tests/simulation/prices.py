@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from dovetail.launch.planning.machines import (
     SIZES,
+    DescribedMachine,
     DraftPart,
-    Machine,
     Size,
     TargetPart,
     Weights,
@@ -60,7 +60,7 @@ def read_size(name: str) -> Size:
 
 
 def placed_costs(
-    machine: Machine, size: Size, weights: Weights, blocks: int | None = None
+    machine: DescribedMachine, size: Size, weights: Weights, blocks: int | None = None
 ) -> PlacedCosts:
     """Return what rounds cost with a target of that size, which is spread over all nodes;
     `blocks`: of the head. `UserError` if the machine has no arithmetic for those weights."""

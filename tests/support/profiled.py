@@ -7,7 +7,7 @@ from random import Random
 
 from dovetail.launch.planning.planner import Tree
 from dovetail.launch.profiling.measured import Evidence, Soundings
-from dovetail.launch.profiling.samplers import Gpu, Process, Sample
+from dovetail.launch.profiling.samplers import CardReading, Process, Sample
 from dovetail.launch.profiling.timeline import Slice
 from dovetail.protocol.messages import Role, RoundRecord, SeenRound, SeenWorker, WorkerState
 
@@ -181,7 +181,7 @@ def _samples(end_ns: int, *, gpu: bool) -> list[Sample]:
     found = []
     for number, at_ns in enumerate(range(90 * MS, end_ns + 1, 250 * MS)):
         seconds = 0.25 * number
-        cards = {"cuda:0": Gpu("Card", 0.3, 3 << 30, 8 << 30, 15.76)} if gpu else {}
+        cards = {"cuda:0": CardReading("Card", 0.3, 3 << 30, 8 << 30, 15.76)} if gpu else {}
         processes = {11: Process(0.66 * seconds, 600 << 20), 12: Process(0.5 * seconds, 400 << 20)}
         cores = {0: (0.7 * seconds, seconds), 1: (0.55 * seconds, seconds)}
         found.append(Sample(at_ns, cores, processes, cards))

@@ -3,14 +3,13 @@ in turn, over HTTP."""
 
 import json
 import re
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import click
@@ -127,7 +126,7 @@ def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadRun:
     """The replies of requests that ran at once, in the order in which they ended."""
 
     replies: tuple[Reply, ...]
@@ -138,51 +137,21 @@ class Load:
 
 def run(
     ask: Callable[[int], Reply], requests: int, concurrency: int, step: Callable[[], None]
-) -> Load:
-    """Send requests 0 to `requests` - 1, `concurrency` at a time, from daemon threads; `step` is
-    called at the end of each."""
-    waiting, ended = SimpleQueue[int](), SimpleQueue[Reply | BaseException]()
-    for place in range(requests):
-        waiting.put(place)
+) -> LoadRun:
+    """Send requests 0 to `requests` - 1, `concurrency` at a time; `step` is called at the end of
+    each."""
     replies: list[Reply] = []
-    began_s = time.perf_counter()
-    for _ in range(min(concurrency, requests)):
-        threading.Thread(target=_work, args=(ask, waiting, ended), daemon=True).start()
-    interrupted = False
+    began_s, interrupted = time.perf_counter(), False
+    pool = ThreadPoolExecutor(min(concurrency, requests))
     try:
-        while len(replies) < requests:
-            reply = ended.get()
-            if isinstance(reply, BaseException):
-                raise reply
-            replies.append(reply)
+        for future in as_completed([pool.submit(ask, number) for number in range(requests)]):
+            replies.append(future.result())
             step()
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        for _ in _taken(waiting):
-            pass
-    return Load(tuple(replies), time.perf_counter() - began_s, interrupted)
-
-
-def _work(
-    ask: Callable[[int], Reply],
-    waiting: SimpleQueue[int],
-    ended: SimpleQueue[Reply | BaseException],
-) -> None:
-    """Send what is still to be sent. An exception is a bug of ours, and is raised by `run`."""
-    try:
-        for number in _taken(waiting):
-            ended.put(ask(number))
-    except BaseException as error:
-        ended.put(error)
-
-
-def _taken(waiting: SimpleQueue[int]) -> Iterator[int]:
-    while True:
-        try:
-            yield waiting.get_nowait()
-        except Empty:
-            return
+        pool.shutdown(wait=False, cancel_futures=True)
+    return LoadRun(tuple(replies), time.perf_counter() - began_s, interrupted)
 
 
 DEFAULT_LEVELS = "1,2,4,8,16"
@@ -223,7 +192,7 @@ class Plan:
 class Findings:
     """The loads that were run, by method and concurrency, and why no more were."""
 
-    loads: dict[tuple[str, int], list[Load]] = field(default_factory=dict)
+    loads: dict[tuple[str, int], list[LoadRun]] = field(default_factory=dict)
     interrupted: bool = False
     lost: str = ""  # why a process of ours ended meanwhile; empty: none did
 
@@ -327,7 +296,7 @@ def _warm_up(server: Served, plan: Plan) -> None:
             )
 
 
-def _texts(loads: Sequence[Load]) -> dict[int, str]:
+def _texts(loads: Sequence[LoadRun]) -> dict[int, str]:
     return {reply.number: reply.text for load in loads for reply in load.replies if not reply.error}
 
 
@@ -382,7 +351,7 @@ def measure_and_tell(
     return 1 if found.lost or any(row["failed"] for row in result["rows"]) else 0
 
 
-def row(method: str, concurrency: int, loads: Sequence[Load]) -> dict[str, Any]:
+def row(method: str, concurrency: int, loads: Sequence[LoadRun]) -> dict[str, Any]:
     """Return the figures of a load that was run once or several times. As in vLLM, requests that
     failed do not count in times and tokens."""
     replies = [reply for load in loads for reply in load.replies]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from dovetail.launch.chat.web import SERVERS, Site, api_key, check_flags, said_to_server
+from dovetail.launch.chat.web import SERVERS, WebServer, api_key, check_flags, said_to_server
 from dovetail.launch.console.terminal import spinner
 from dovetail.launch.processes.stack import begin_stack, http_arguments, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
@@ -88,7 +88,7 @@ class _TooLongError(Exception):
 
 
 def ask(
-    site: Site,
+    site: WebServer,
     body: Mapping[str, Any],
     number: int,
     clock: Callable[[], float] = time.perf_counter,
@@ -197,7 +197,7 @@ FIRST_S = 30.0  # seconds to wait for a server's model before the first request
 class Served:
     """A server that answers."""
 
-    site: Site
+    site: WebServer
     model: str
     methods: tuple[str, ...]
     """The methods by which requests are decoded, `PLAIN` first if it is among them."""
@@ -228,8 +228,8 @@ def served(configuration: Configuration, url: str | None) -> Iterator[Served]:
     if configuration.origins["target.model"] == POSITIONAL:
         raise UserError(f"the server at {url} has its own model: leave the model or --url out")
     check_flags(configuration, "leave --url out, and a server with it is started")
-    site = Site(url, api_key(configuration), silence_s=SILENCE_S)
-    model, ours = _model_of(Site(url, api_key(configuration), silence_s=FIRST_S))
+    site = WebServer(url, api_key(configuration), silence_s=SILENCE_S)
+    model, ours = _model_of(WebServer(url, api_key(configuration), silence_s=FIRST_S))
     said = said_to_server(configuration) - {*SERVERS, "max_tokens"}
     values = configuration.settings.sampling.model_dump(mode="json")
     sampling = {name: value for name, value in values.items() if name in said}
@@ -246,7 +246,7 @@ def _own(configuration: Configuration) -> Iterator[Served]:
         local = ["--http.host=127.0.0.1", "--http.port=0"]
         arguments = [*http_arguments(configuration, stack.address, ""), *local]
         child = supervisor.start("HTTP API", arguments, reads=True)
-        site = Site(_url_of(child), api_key(configuration), silence_s=SILENCE_S)
+        site = WebServer(_url_of(child), api_key(configuration), silence_s=SILENCE_S)
         model, _ = _model_of(site)
 
         def lost() -> list[DovetailError]:
@@ -270,7 +270,7 @@ def _url_of(child: Child) -> str:
     return url
 
 
-def _model_of(site: Site) -> tuple[str, bool]:
+def _model_of(site: WebServer) -> tuple[str, bool]:
     models = site.get("/v1/models").get("data")
     first = models[0] if isinstance(models, list) and models else None
     if not isinstance(first, dict) or not isinstance(first.get("id"), str):

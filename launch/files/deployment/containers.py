@@ -84,7 +84,7 @@ class Destination:
 
 
 @dataclass(frozen=True)
-class Part:
+class DeployedProcess:
     """A process of a deployment."""
 
     name: str  # the role: coordinator, http, target, draft or unified
@@ -126,7 +126,7 @@ def keeping(configuration: Configuration, origin: str, folder: str) -> Configura
     return configuration.over(origin, taken)
 
 
-def parts_of(configuration: Configuration, there: Destination) -> list[Part]:
+def parts_of(configuration: Configuration, there: Destination) -> list[DeployedProcess]:
     """Return the coordinator, the HTTP API and the workers of these settings. `UserError` for a
     model that is not on this machine."""
     settings, layout = configuration.settings, layout_of(configuration.settings)
@@ -151,7 +151,7 @@ def parts_of(configuration: Configuration, there: Destination) -> list[Part]:
     for name, command, place in commands:
         keys = [f"--coordinator.keys={there.keys(name)}"] if tcp else []
         parts.append(
-            Part(
+            DeployedProcess(
                 name,
                 (*_moved(command, there), *keys),
                 place,
@@ -383,7 +383,7 @@ def _secret_files(name: str, folder: Path, api_keys: Path) -> dict[str, Path]:
     return {**files, "api-keys": api_keys} if name == "http" else files
 
 
-def _amounts(part: Part) -> dict[str, str]:
+def _amounts(part: DeployedProcess) -> dict[str, str]:
     cpu = str(len(set(part.place.cores))) if part.is_worker else "500m"
     memory = {} if part.memory is None else {"memory": str(part.memory)}
     return {"cpu": cpu, **memory, **({"nvidia.com/gpu": "1"} if part.gpu else {})}

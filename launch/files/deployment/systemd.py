@@ -12,8 +12,8 @@ from pathlib import Path
 from shlex import quote
 
 from dovetail.launch.files.deployment.containers import (
+    DeployedProcess,
     Destination,
-    Part,
     keeping,
     key_files,
     local_host,
@@ -125,7 +125,7 @@ def _least_port() -> int:
         return 1024
 
 
-def _service(part: Part, settings: Settings) -> str:
+def _service(part: DeployedProcess, settings: Settings) -> str:
     return text(
         "unit.service",
         part=part,
@@ -142,7 +142,7 @@ def _service(part: Part, settings: Settings) -> str:
     )
 
 
-def _resources(part: Part) -> Iterator[str]:
+def _resources(part: DeployedProcess) -> Iterator[str]:
     cores = format_numbers(sorted(part.place.cores))
     yield f"AllowedCPUs={cores}"
     if nodes := format_numbers(sorted(set(part.place.nodes))):
@@ -158,7 +158,7 @@ def _resources(part: Part) -> Iterator[str]:
     yield "TasksMax=512"
 
 
-def _folders(part: Part) -> Iterator[str]:
+def _folders(part: DeployedProcess) -> Iterator[str]:
     if part.name == "coordinator":
         yield from ("RuntimeDirectory=dovetail", "RuntimeDirectoryMode=0700")
         yield from ("StateDirectory=dovetail", "StateDirectoryMode=0700")
@@ -168,7 +168,7 @@ def _folders(part: Part) -> Iterator[str]:
     yield from (f"BindReadOnlyPaths={_bound(path)}" for path in bound)
 
 
-def _network(part: Part, settings: Settings) -> Iterator[str]:
+def _network(part: DeployedProcess, settings: Settings) -> Iterator[str]:
     tcp = settings.coordinator.listen.startswith("tcp://")
     if part.name != "http" and not tcp:
         yield from ("PrivateNetwork=yes", "RestrictAddressFamilies=AF_UNIX", "IPAddressDeny=any")
@@ -180,7 +180,7 @@ def _network(part: Part, settings: Settings) -> Iterator[str]:
         yield "# no IPAddressDeny: it listens for other machines"
 
 
-def _keys(part: Part, settings: Settings) -> Iterator[str]:
+def _keys(part: DeployedProcess, settings: Settings) -> Iterator[str]:
     """Yield what hands a unit its keys: systemd reads them as root, and the process gets copies
     that only it can read."""
     copies = []
@@ -235,7 +235,7 @@ def _unit(name: str) -> str:
     return f"dovetail-{name}" if name in ("coordinator", "http") else f"dovetail-worker-{name}"
 
 
-def _title(part: Part) -> str:
+def _title(part: DeployedProcess) -> str:
     if part.is_worker:
         return f"{part.name} worker"
     return "HTTP API" if part.name == "http" else part.name

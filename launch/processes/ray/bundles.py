@@ -18,7 +18,7 @@ LEAST_BYTES = 256e6
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A node of the cluster that is alive."""
 
     id: str
@@ -47,7 +47,7 @@ class Bundle:
         wishes = [f"{name}={_amount(name, value)}" for name, value in self.resources.items()]
         return ",".join([*wishes, *(f"label:{key}={value}" for key, value in self.labels.items())])
 
-    def fits(self, node: Node, *, now: bool = False) -> bool:
+    def fits(self, node: ClusterNode, *, now: bool = False) -> bool:
         """True if a node has its resources; `now`: and has them free."""
         there = node.free if now else node.resources
         return all(there.get(name, 0.0) >= value for name, value in self.resources.items()) and all(
@@ -56,7 +56,7 @@ class Bundle:
 
 
 def bundles_of(
-    settings: Settings, workers: Mapping[str, Played], nodes: Sequence[Node], here: str
+    settings: Settings, workers: Mapping[str, Played], nodes: Sequence[ClusterNode], here: str
 ) -> list[Bundle]:
     """The bundles of one replica, the coordinator's first; `here`: the id of the node on which the
     service is started."""
@@ -84,7 +84,7 @@ def bundles_of(
     return found
 
 
-def why_not(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) -> str:
+def why_not(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], strategy: str) -> str:
     """Return in one sentence which bundle fits on no node, and what the nodes have."""
     has = "; ".join(f"{node.name} has {_listed(node)}" for node in nodes) or "there is no node"
     for bundle in bundles:
@@ -110,7 +110,9 @@ def _reserved(wishes: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in wishes.items() if value} or {MEMORY: 1.0}
 
 
-def _cores(settings: Settings, roles: Sequence[Played], nodes: Sequence[Node]) -> dict[str, int]:
+def _cores(
+    settings: Settings, roles: Sequence[Played], nodes: Sequence[ClusterNode]
+) -> dict[str, int]:
     """Return the cores of a target and a draft: those of the settings, else a replica's share of
     the largest nodes, of which a draft gets one if there are two."""
     largest = max((node.resources.get(CPU, 0.0) for node in nodes), default=1.0)
@@ -122,7 +124,7 @@ def _cores(settings: Settings, roles: Sequence[Played], nodes: Sequence[Node]) -
     return {"target": target, "draft": draft}
 
 
-def _wants_gpu(settings: Settings, role: Played, nodes: Sequence[Node]) -> bool:
+def _wants_gpu(settings: Settings, role: Played, nodes: Sequence[ClusterNode]) -> bool:
     if role == "draft":
         if settings.draft.kind == "ngram":
             return False
@@ -137,7 +139,7 @@ def _is_gpu(device: str) -> bool:
     return memory_of(device) is Memory.OWN
 
 
-def _listed(node: Node) -> str:
+def _listed(node: ClusterNode) -> str:
     own = {
         name: value
         for name, value in node.resources.items()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from dovetail.launch.processes.ray.bundles import CPU, GPU, MEMORY, Bundle, Node
+from dovetail.launch.processes.ray.bundles import CPU, GPU, MEMORY, Bundle, ClusterNode
 from dovetail.launch.processes.ray.part import Failed
 from dovetail.launch.processes.ray.seat import Seat, end_with
 from dovetail.protocol.errors import UserError
@@ -69,10 +69,10 @@ class Cluster:
         node = ray._private.worker._global_node
         return self._own and any(kind == RAYLET for kind, _ in node.dead_processes())
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[ClusterNode]:
         free = available_resources_per_node()
         return [
-            Node(
+            ClusterNode(
                 node["NodeID"],
                 node["NodeManagerHostname"],
                 node["Resources"],

@@ -5,7 +5,7 @@ answer; nothing blocks. Does not import Ray.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from dovetail.launch.processes.supervise import Ending
 from dovetail.protocol.errors import DovetailError, UserError
@@ -25,28 +25,8 @@ class Failed(Exception):
         self.mistake = mistake
 
 
-class Asked(Protocol):
-    """A seat on a node: one call at a time, whose result is fetched later."""
-
-    @property
-    def idle(self) -> bool:
-        """Return whether no answer is awaited."""
-
-    def ask(self, call: str, *arguments: Any, **named: Any) -> None:
-        """Call a method; its answer is taken with `answer`."""
-
-    def order(self, call: str, *arguments: Any) -> None:
-        """Call a method whose answer nobody wants."""
-
-    def answer(self, wait_s: float = 0.0) -> Any:
-        """Return the result, None while it is pending; `Failed` if it was lost."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-
 @dataclass(frozen=True)
-class Command:
+class SeatCommand:
     """A command for a seat, with the files and the cores that it needs."""
 
     arguments: Sequence[str]
@@ -62,19 +42,19 @@ class RemotePart:
     def __init__(
         self,
         name: str,
-        seat: Asked,
+        seat: Any,
         *,
         release: Mapping[str, Any],
         patience_s: float,
         why_waiting: Callable[[], str],
     ) -> None:
-        """`release`: the release that a node must report. After `patience_s` seconds without a node
-        this is logged, with `why_waiting`."""
+        """`seat`: a `RemoteSeat`; `release`: what a node must report. After `patience_s`
+        seconds without a node this is logged, with `why_waiting`."""
         self.name, self.seat = name, seat
         self._release = release
         self._why_waiting, self._begun_s = why_waiting, time.monotonic()
         self._patience_s: float | None = patience_s
-        self._command: Command | None = None
+        self._command: SeatCommand | None = None
         self._begun = False
         self._told: list[str] = []
         self._look_s = 0.0
@@ -89,7 +69,7 @@ class RemotePart:
     def ended(self) -> bool:
         return self._ending is not None
 
-    def begin(self, command: Command) -> None:
+    def begin(self, command: SeatCommand) -> None:
         """Start its process as soon as a node is available."""
         self._command = command
 

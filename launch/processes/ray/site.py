@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.launch.cli import installed_version
 from dovetail.launch.processes.ray.bundles import bundles_of, why_not
 from dovetail.launch.processes.ray.cluster import Cluster, RemoteSeat
-from dovetail.launch.processes.ray.part import LOOK_EVERY_S, Command, Failed, RemotePart
+from dovetail.launch.processes.ray.part import LOOK_EVERY_S, Failed, RemotePart, SeatCommand
 from dovetail.launch.processes.ray.replicas import Replicas
 from dovetail.launch.processes.ray.seat import FOLDER, IP
 from dovetail.launch.processes.serving.service import COORDINATOR, HTTP, Service, SiteLost
@@ -184,7 +184,7 @@ class RaySite:
 
     # -- commands ----------------------------------------------------------------------------------
 
-    def _command(self, name: str, address: str, url: str) -> Command:
+    def _command(self, name: str, address: str, url: str) -> SeatCommand:
         configuration, there = self._configuration, []
         if self.keys is not None:
             there = [f"--coordinator.keys={FOLDER}"]
@@ -198,14 +198,14 @@ class RaySite:
                 *coordinator_arguments(configuration),
                 *there,
             ]
-            return Command(arguments, self._files(HUB), reads=True)
+            return SeatCommand(arguments, self._files(HUB), reads=True)
         if name == HTTP:
             arguments = [*http_arguments(self._reachable(), address, url), "--supervised", *there]
-            return Command(arguments, {**self._files("client"), **self._api_keys()}, reads=True)
+            return SeatCommand(arguments, {**self._files("client"), **self._api_keys()}, reads=True)
         role = self.workers[name]
         settings = with_room_for_draft(configuration) if role == "target" else configuration
         bundle = next(bundle for bundle in self._bundles if bundle.part == name)
-        return Command(
+        return SeatCommand(
             [*worker_arguments(settings, role, address, None), *there],
             self._files(*PARTS_OF[role]),
             bundle.cores,

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.chat.web import Site
+from dovetail.launch.chat.web import WebServer
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.protocol.errors import DovetailError
 from peers.llama.lines import Question, answer
@@ -132,7 +132,7 @@ class Server:
             time.sleep(POLL_S)
 
     def _asked(self, path: str, question: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        site = Site(f"http://127.0.0.1:{self._port}", "", silence_s=ASK_S)
+        site = WebServer(f"http://127.0.0.1:{self._port}", "", silence_s=ASK_S)
         body = None if question is None else json.dumps(question).encode()
         with site.opened("GET" if body is None else "POST", path, body) as reply:
             content = reply.read()
