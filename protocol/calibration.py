@@ -127,7 +127,7 @@ class StateTraffic:
 
 STATELESS = StateTraffic()
 ROWS_WRITTEN = 8
-"""Committed rows per write of the states (`workers/models/recurrent/states.py`)."""
+"""Committed rows per write of the states (`workers/models/recurrent.py`)."""
 OPERATIONS = 7
 """Operations per number of a state: two to recall a key, two to update, and one to read it."""
 

@@ -40,10 +40,14 @@ from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.substitutes.coded import against_codes
-from dovetail.workers.models.substitutes.device_codes import load_device_substitute
 from dovetail.workers.models.substitutes.kept import Substitutes, Tell
 from dovetail.workers.models.substitutes.quantize import BITS
-from dovetail.workers.models.substitutes.substitute import load_substitute, share, shared_cache
+from dovetail.workers.models.substitutes.substitute import (
+    load_device_substitute,
+    load_substitute,
+    share,
+    shared_cache,
+)
 from dovetail.workers.progress import beat
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.serving.registration import Worker

@@ -39,12 +39,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.sessions.choosing import Asked, Outcome, outcomes_of
-from dovetail.workers.sessions.features import (
-    HeldPasses,
-    features_of,
-    places_of,
-    with_features,
-)
+from dovetail.workers.sessions.features import HeldPasses, features_of, places_of, with_features
 from dovetail.workers.sessions.opener import Opener, ReadingStep
 from dovetail.workers.sessions.prefill import Reading
 from dovetail.workers.sessions.prefix_cache import KeptSessions

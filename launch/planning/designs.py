@@ -24,6 +24,7 @@ from dovetail.workers.models.backends.sizes import (
     has_sizes,
     in_a_file,
     sizes_of,
+    traffic_of,
     weighed,
     with_host_experts,
 )
@@ -43,7 +44,6 @@ from dovetail.workers.models.checkpoints.footprint import (
 )
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.families.names import DESCRIBED
-from dovetail.workers.models.recurrent.sizes import traffic_of
 
 LOSSES = {
     "fp32": "the checkpoint's function",

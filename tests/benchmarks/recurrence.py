@@ -28,7 +28,7 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, Norm, new_cache
 from dovetail.workers.kernels.states import ScanPlan, ScanRule
-from dovetail.workers.models.recurrent.states import RecurrentStates
+from dovetail.workers.models.recurrent import RecurrentStates
 from dovetail.workers.models.segment import PROMPT_ROWS
 from support.kernels import lay_paths
 

@@ -37,23 +37,21 @@ from dovetail.workers.models.backends import staged
 from dovetail.workers.models.backends.placement import Demand, Place, coded_bytes, place_layers
 from dovetail.workers.models.backends.sizes import sizes_of
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.backends.stages import reader
-from dovetail.workers.models.backends.stages.cache import StagedCache, StagedPass
+from dovetail.workers.models.backends.stages import stage as stages
 from dovetail.workers.models.backends.stages.engines import KernelEngine, RoundedLayer, TorchEngine
-from dovetail.workers.models.backends.stages.reader import PromptReader
-from dovetail.workers.models.backends.stages.stage import Stage
+from dovetail.workers.models.backends.stages.stage import PromptReader, Stage
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import Kept
 from dovetail.workers.models.substitutes import kept
-from dovetail.workers.models.substitutes.device_codes import (
+from dovetail.workers.models.substitutes.quantize import Codes
+from dovetail.workers.models.substitutes.substitute import (
     DeviceSubstitute,
     load_device_substitute,
+    shared_cache,
 )
-from dovetail.workers.models.substitutes.quantize import Codes
-from dovetail.workers.models.substitutes.substitute import shared_cache
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.proposal import Shape as Proposed
 from dovetail.workers.verifier import Verifier
@@ -147,7 +145,7 @@ class Bench:
             device.capture or (lambda function: function),
         )
         if self.on_cpu:
-            vars(staged)["engine_of"] = vars(reader)["engine_of"] = lambda transfer: TorchEngine(
+            vars(staged)["engine_of"] = vars(stages)["engine_of"] = lambda transfer: TorchEngine(
                 transfer.device
             )  # the CPU computes as a GPU does
         self.transfer = HostTransfer() if self.on_cpu else PinnedOnce(device.torch_device)
@@ -561,7 +559,8 @@ def _prefill(bench: Bench) -> None:
         rows, bench.shape.hidden, generator=torch.Generator().manual_seed(1)
     ) / math.sqrt(bench.shape.hidden)
     cache = stage.new_cache(rows, torch.float32)
-    seen = StagedPass(torch.arange(rows), [Segment(StagedCache([cache]), 0, rows)])
+    whole = Segment(stages.StagedCache([cache]), 0, rows)
+    seen = stages.StagedPass(torch.arange(rows), [whole])
     found: list[Tensor] = []
     read = chip.seconds_of(
         bench.device.torch_device,

@@ -13,13 +13,7 @@ from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Sampling
-from peers.assisted import (
-    AssistedPeer,
-    assistant_of,
-    check,
-    near_the_fastest,
-    thread_counts_of,
-)
+from peers.assisted import AssistedPeer, assistant_of, check, near_the_fastest, thread_counts_of
 from support.heads import write_head
 
 TURNS = ["Tell me a story about a small owl."]

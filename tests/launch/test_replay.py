@@ -29,13 +29,7 @@ from replay.exchanges import Role, parts_of
 from replay.worker import Outcome, play
 from support.houses import House
 from support.recorded import recordings
-from support.scripted import (
-    READS,
-    ScriptedDraft,
-    ScriptedTarget,
-    ScriptedWorker,
-    hello,
-)
+from support.scripted import READS, ScriptedDraft, ScriptedTarget, ScriptedWorker, hello
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,8 +20,7 @@ from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.tree import Grower
 from dovetail.workers.heads.head import open_head
 from dovetail.workers.models.attention import by_torch
-from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
-from dovetail.workers.models.backends.device.fixed import SLOTS
+from dovetail.workers.models.backends.device.fixed import SLOTS, ArenaCache, Arenas
 from dovetail.workers.models.backends.device.levels import Captured, Levels
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Order, Price, Proposal, Shape

@@ -2,7 +2,7 @@
 
 import torch
 
-from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
+from dovetail.workers.models.backends.device.fixed import ArenaCache, Arenas
 
 CPU = torch.device("cpu")
 

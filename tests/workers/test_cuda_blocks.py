@@ -25,8 +25,7 @@ from dovetail.workers.models.backends.device.own_blocks import (
     random_blocks,
 )
 from dovetail.workers.models.backends.placement import Place
-from dovetail.workers.models.backends.resident import ResidentDraft
-from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.backends.staged import ResidentDraft, Staging
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.view import view_of
 from dovetail.workers.models.loading import load_language_model

@@ -27,7 +27,7 @@ from dovetail.workers.models.backends.device.own import (
     source_of,
 )
 from dovetail.workers.models.substitutes import coded
-from dovetail.workers.models.substitutes.quantised import CodedProduct
+from dovetail.workers.models.substitutes.quantize import CodedProduct
 from pretended import device as pretended
 from support.cases import everyday
 from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_nvrtc

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
+from dovetail.workers.devices.base import Capture
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels.coded import GROUP
 from dovetail.workers.models.backends import staged
 from dovetail.workers.models.backends.blob import alone
-from dovetail.workers.models.backends.device.arenas import ArenaCache
+from dovetail.workers.models.backends.device.fixed import ArenaCache
 from dovetail.workers.models.backends.placement import (
     TREES_AHEAD,
     Place,
@@ -29,10 +30,8 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.substitutes.coded import coded_product, pack_codes
-from dovetail.workers.models.substitutes.device_codes import Capture, load_device_substitute
-from dovetail.workers.models.substitutes.quantised import CodedProduct
-from dovetail.workers.models.substitutes.quantize import Codes
-from dovetail.workers.models.substitutes.substitute import load_substitute
+from dovetail.workers.models.substitutes.quantize import CodedProduct, Codes
+from dovetail.workers.models.substitutes.substitute import load_device_substitute, load_substitute
 from dovetail.workers.serving.spread import spread_of
 from support.architectures import write_tiny
 from support.cases import everyday

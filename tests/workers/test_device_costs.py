@@ -9,12 +9,7 @@ from dovetail.protocol.calibration import DeviceCosts
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.profile import update_profile
 from dovetail.protocol.settings import TargetSettings
-from dovetail.workers.calibration.devices import (
-    keys_of,
-    known_costs,
-    measure_device,
-    probe_device,
-)
+from dovetail.workers.calibration.devices import keys_of, known_costs, measure_device, probe_device
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.serving.spread import known_readings
 from support.kernels import needs_kernels

@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dovetail.workers.devices.cpu import CPU
-from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
-from dovetail.workers.models.backends.device.fixed import Buffers, Inputs, form_of
+from dovetail.workers.models.backends.device.fixed import (
+    ArenaCache,
+    Arenas,
+    Buffers,
+    Inputs,
+    form_of,
+)
 from dovetail.workers.models.segment import Paths, Segment
 
 HERE = torch.device("cpu")

@@ -28,9 +28,8 @@ from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.footprint import PROOF_BYTES, read_tensors, sizes_in
 from dovetail.workers.models.checkpoints.gguf.files import read_model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
-from dovetail.workers.models.checkpoints.gguf.rows import InFile, Pile, Rows
+from dovetail.workers.models.checkpoints.gguf.rows import InFile, Pile, Rows, unpacked
 from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS
-from dovetail.workers.models.checkpoints.gguf.unpacking import unpacked
 from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder, resolved, view_of
 from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
 from dovetail.workers.models.checkpoints.hub import find_folder

@@ -15,12 +15,7 @@ from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.experts import stacked_matrices
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, rotary_table
-from dovetail.workers.kernels.layer_plan import (
-    CacheRows,
-    LatentPlan,
-    LayerPlan,
-    new_cache,
-)
+from dovetail.workers.kernels.layer_plan import CacheRows, LatentPlan, LayerPlan, new_cache
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment

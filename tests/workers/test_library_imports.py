@@ -66,7 +66,7 @@ def test_a_worker_patches_nothing_and_loads_nothing_that_is_for_something_else()
 
 def test_workers_are_forked_from_a_process_that_imports_only_what_they_need() -> None:
     loaded = modules_of(FORKED_FROM)
-    assert loaded >= {"torch", "dovetail.workers.models.remembered.recall"}
+    assert loaded >= {"torch", "dovetail.workers.models.remembered"}
     assert loaded.isdisjoint(NOT_FORKED)
 
 

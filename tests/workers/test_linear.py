@@ -13,11 +13,14 @@ from dovetail.protocol.profile import LinearChoice, update_profile
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.backends.linear import (
     CANDIDATES,
+    ROW_CLASSES,
     Candidate,
     PackedLinear,
+    Selection,
+    profile_key,
     reason_against,
+    select,
 )
-from dovetail.workers.models.backends.selection import ROW_CLASSES, Selection, profile_key, select
 
 USABLE = [
     pytest.param(c, id=c.name)

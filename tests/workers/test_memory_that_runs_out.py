@@ -26,7 +26,7 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, 
 from dovetail.workers.devices.memory import Held, captured_if_possible
 from dovetail.workers.drafters.passes import EMPTY, Reading, Rows, Steps, read_together
 from dovetail.workers.drafters.registry import open_draft_worker
-from dovetail.workers.models.backends.device.arenas import Arenas
+from dovetail.workers.models.backends.device.fixed import Arenas
 from dovetail.workers.serving.open_target import open_target_worker
 from pretended import graphs
 from pretended.device import MEMORY, POSSIBLE, capped, capture, device

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.models.backends.device.fixed import Buffers
-from dovetail.workers.models.backends.stages.streaming import Ring
+from dovetail.workers.models.backends.stages.stage import Ring
 from pretended.device import POSSIBLE, PRETENDED, PretendedTransfer, capture, device
 
 pytestmark = pytest.mark.skipif(

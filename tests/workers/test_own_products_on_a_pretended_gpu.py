@@ -25,8 +25,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.substitutes.coded import against_codes
-from dovetail.workers.models.substitutes.device_codes import load_device_substitute
-from dovetail.workers.models.substitutes.substitute import load_substitute
+from dovetail.workers.models.substitutes.substitute import load_device_substitute, load_substitute
 from dovetail.workers.sessions.wire import to_array
 from dovetail.workers.speculation.proposal import Shape
 from pretended.device import POSSIBLE, PRETENDED, PretendedTransfer, capture, device

@@ -19,7 +19,7 @@ from dovetail.workers.models.backends.device import choice
 from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.backends.stages.streaming import Ring
+from dovetail.workers.models.backends.stages.stage import Ring
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.serving.open_target import open_target_worker

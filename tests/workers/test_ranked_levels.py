@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.workers.models.backends.device import ranked
+from dovetail.workers.models.backends.device import levels
 from dovetail.workers.models.backends.device.fixed import Form
-from dovetail.workers.models.backends.device.ranked import (
+from dovetail.workers.models.backends.device.levels import (
     DeviceRanking,
     Fetched,
     RankedInputs,
@@ -20,7 +20,7 @@ from dovetail.workers.speculation.growth import likeliest
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("count", [ranked.LEAST_CHUNKED - 1, ranked.LEAST_CHUNKED, 40_000])
+@pytest.mark.parametrize("count", [levels.LEAST_CHUNKED - 1, levels.LEAST_CHUNKED, 40_000])
 def test_the_largest_of_long_rows_are_those_of_one_search(count: int) -> None:
     z = torch.randn(3, count, generator=torch.Generator().manual_seed(count))
     z[1, -1], z[2, : count // 2] = 9.0, -torch.inf

@@ -16,7 +16,7 @@ from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.remembered.proofs import Proof, Proofs
+from dovetail.workers.models.remembered import Proof, Proofs
 from dovetail.workers.models.segment import Segment
 from support.architectures import VARIED, write_tiny
 from support.models import tiny_llama

@@ -13,7 +13,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.recurrent.states import CHAIN, PENDING, STEP
+from dovetail.workers.models.recurrent import CHAIN, PENDING, STEP
 from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import VARIED, VOCABULARY, write_tiny
 from support.decoded import extend

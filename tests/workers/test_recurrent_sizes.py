@@ -11,10 +11,9 @@ from dovetail.launch.planning.designs import design_of, read_config
 from dovetail.launch.planning.planner import Engine, Hardware, Machine
 from dovetail.protocol.calibration import STATELESS, LeastTime, StateTraffic
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
-from dovetail.workers.models.backends.sizes import TREE_ROWS, has_sizes, sizes_of
+from dovetail.workers.models.backends.sizes import TREE_ROWS, has_sizes, sizes_of, state_sizes
 from dovetail.workers.models.checkpoints.architecture import RECURRENT_FAMILIES
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.recurrent.sizes import state_sizes
 from support.architectures import VARIED, tiny_config, write_tiny
 from support.kernels import needs_kernels
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.models.backends.resident import ResidentDraft
+from dovetail.workers.models.backends.staged import ResidentDraft
 from dovetail.workers.models.loading import load_language_model
 from support.architectures import write_varied
 from support.cases import everyday

@@ -14,11 +14,10 @@ from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.passes import Rows
 from dovetail.workers.models.backends import fused, packing
-from dovetail.workers.models.backends.device.arenas import ArenaCache
+from dovetail.workers.models.backends.device.fixed import ArenaCache
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Paths, Segment
-from dovetail.workers.models.substitutes.device_codes import ResidentSubstitute
-from dovetail.workers.models.substitutes.substitute import load_substitute
+from dovetail.workers.models.substitutes.substitute import ResidentSubstitute, load_substitute
 from pretended.device import MEMORY, POSSIBLE, capped
 from support.architectures import write_varied
 from support.cases import everyday

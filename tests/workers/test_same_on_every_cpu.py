@@ -26,7 +26,7 @@ from pathlib import Path
 from dovetail.workers import kernels
 from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.remembered.proofs import basis, digest_of_logits
+from dovetail.workers.models.remembered import basis, digest_of_logits
 from dovetail.workers.models.segment import Segment
 kernels.use_isa(kernels.Isa[sys.argv[1]])
 found = {"": (VERSION, basis())}

@@ -16,7 +16,7 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.recurrent.states import PENDING
+from dovetail.workers.models.recurrent import PENDING
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.growth import NO_ROW

@@ -21,9 +21,9 @@ from dovetail.workers.models.backends.blob import Lying, unpack
 from dovetail.workers.models.backends.device.products import product
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.backends.stages import reader
-from dovetail.workers.models.backends.stages.cache import StagedCache
+from dovetail.workers.models.backends.stages import stage
 from dovetail.workers.models.backends.stages.engines import TorchEngine
+from dovetail.workers.models.backends.stages.stage import StagedCache
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
@@ -61,7 +61,7 @@ TREE = TreeSettings(policy="dynamic", gamma=12, depth=6)
 @pytest.fixture
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The device computes as a GPU does: by torch."""
-    for module in (staged, reader):
+    for module in (staged, stage):
         monkeypatch.setattr(module, "engine_of", lambda transfer: TorchEngine(transfer.device))
     return iter(())
 

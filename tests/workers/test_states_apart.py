@@ -19,14 +19,14 @@ from dovetail.workers.kernels.states import ScanPlan, ScanRule, placed
 from dovetail.workers.models.backends.blocked_cache import states_of
 from dovetail.workers.models.backends.device.scan import DeviceScan, StatefulRows
 from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.sizes import count_layers
 from dovetail.workers.models.backends.staged import Staged, Staging
 from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.models.cache import MixedKVCache
 from dovetail.workers.models.families.mixtures import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.recurrent.sizes import count_layers
-from dovetail.workers.models.recurrent.states import CHAIN, RecurrentStates
+from dovetail.workers.models.recurrent import CHAIN, RecurrentStates
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Paths, Segment
 from pretended.device import POSSIBLE, PretendedTransfer
 from support.architectures import LATENT, VARIED, VOCABULARY, write_tiny, write_varied

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices.cpu import HostTransfer
-from dovetail.workers.models.backends.stages.streaming import Ring
+from dovetail.workers.models.backends.stages.stage import Ring
 from support.patience import PATIENCE_S
 
 

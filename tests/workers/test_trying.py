@@ -14,12 +14,7 @@ import torch
 from dovetail.workers.devices.base import Program
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels import Kind
-from dovetail.workers.models.backends.device.choice import (
-    CONTESTS,
-    TIMED_ROWS,
-    Products,
-    measured,
-)
+from dovetail.workers.models.backends.device.choice import CONTESTS, TIMED_ROWS, Products, measured
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.device.trying import Trials
 from pretended.device import POSSIBLE

@@ -25,9 +25,8 @@ from dovetail.workers.calibration.passes import CONTEXT, Passes
 from dovetail.workers.devices.base import Device, Transfer
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.fused import VERSION
-from dovetail.workers.models.backends.linear import CANDIDATES
+from dovetail.workers.models.backends.linear import CANDIDATES, profile_key
 from dovetail.workers.models.backends.placement import Place
-from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.backends.sizes import INT4, has_sizes, mixed, sizes_of
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.configured import full_config

@@ -7,13 +7,10 @@ import torch
 
 from dovetail.protocol.calibration import MachineLimits, RowsSeconds
 from dovetail.workers import kernels
-from dovetail.workers.calibration.passes import (
-    EVERY_ROW,
-    least_seconds,
-)
+from dovetail.workers.calibration.passes import EVERY_ROW, least_seconds
 from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.models.weight_types import FILE_KINDS
+from dovetail.workers.models.wanted import FILE_KINDS
 from dovetail.workers.serving.design import Design
 
 PROBE_S = 0.6  # duration of the probe of bandwidth; half as long for each kind of arithmetic

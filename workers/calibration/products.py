@@ -17,8 +17,8 @@ from dovetail.workers.models.backends.packing import DTYPES
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.footprint import numbers_by_type
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, Q4_K
-from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, FILE_KINDS
-from dovetail.workers.models.weight_types import KINDS as WEIGHT_KINDS
+from dovetail.workers.models.wanted import BLOCK_WEIGHTS, FILE_KINDS
+from dovetail.workers.models.wanted import KINDS as WEIGHT_KINDS
 
 SHAPE = (1024, 2048)  # [out, in]: whole blocks of every type, and one to eight megabytes
 ROWS = (1, 2, 4, 8, 16, 32, 64)

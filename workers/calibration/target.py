@@ -47,7 +47,7 @@ from dovetail.workers.calibration.passes import (
 )
 from dovetail.workers.calibration.reading import measure_reading
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.models.backends.selection import profile_key
+from dovetail.workers.models.backends.linear import profile_key
 from dovetail.workers.models.checkpoints.gguf.view import FILE, weight_paths
 from dovetail.workers.models.loading import load_language_model, random_language_model
 from dovetail.workers.progress import LoadingTold, hearing_loads

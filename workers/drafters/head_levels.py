@@ -21,20 +21,22 @@ from torch import Tensor
 from dovetail.protocol.settings import TreeSettings
 from dovetail.workers.drafters.passes import Rows, wanted_rows
 from dovetail.workers.heads.head import Head, Predicted
-from dovetail.workers.models.backends.device.arenas import ArenaCache
 from dovetail.workers.models.backends.device.fixed import (
+    ArenaCache,
     FixedPass,
     Form,
     captured_over,
     form_of,
     passes_of,
 )
-from dovetail.workers.models.backends.device.levels import joined, rows_of, some_at_a_time
-from dovetail.workers.models.backends.device.ranked import (
+from dovetail.workers.models.backends.device.levels import (
     DeviceRanking,
     Fetched,
     RankedInputs,
     RankingShape,
+    joined,
+    rows_of,
+    some_at_a_time,
 )
 from dovetail.workers.models.backends.device.rows import PlacedRows
 from dovetail.workers.models.segment import Cache, Segment

@@ -21,8 +21,7 @@ from dovetail.workers.drafters.passes import EMPTY, Rows, read_alone, wanted_row
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
 from dovetail.workers.drafters.tree import CHUNK, Grower
-from dovetail.workers.models.backends.device.levels import joined
-from dovetail.workers.models.backends.device.ranked import Ranked
+from dovetail.workers.models.backends.device.levels import Ranked, joined
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefill import TURN_TAIL, next_stop

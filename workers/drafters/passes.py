@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices.memory import is_out_of_memory, without_graphs
-from dovetail.workers.models.backends.device.ranked import DeviceRanking
+from dovetail.workers.models.backends.device.levels import DeviceRanking
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.speculation.growth import Nodes
 

@@ -12,22 +12,12 @@ from torch import Tensor
 from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.kernels import ranking
-from dovetail.workers.models.backends.device.ranked import DeviceRanking, Fetched
-from dovetail.workers.speculation.growth import (
-    Floats,
-    GrowingTree,
-    Ints,
-    Nodes,
-    likeliest,
-)
+from dovetail.workers.models.backends.device.levels import DeviceRanking, Fetched
+from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes, likeliest
 from dovetail.workers.speculation.history import looks_back
 from dovetail.workers.speculation.noise import Noise, NoiseCache
 from dovetail.workers.speculation.rejection import Draws
-from dovetail.workers.speculation.sampling import (
-    SMALLEST_TEMPERATURE,
-    LookingBack,
-    process_logits,
-)
+from dovetail.workers.speculation.sampling import SMALLEST_TEMPERATURE, LookingBack, process_logits
 from dovetail.workers.speculation.score_calibration import (
     CLASS_OF,
     DEEPEST,

@@ -253,7 +253,7 @@ def check_shared(draft: str, target: str) -> None:
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.drafters.weights import OVERFLOWS, check_type, within_fp16
     from dovetail.workers.models.loading import load_language_model
-    from dovetail.workers.models.remembered.proofs import tell_proof
+    from dovetail.workers.models.remembered import tell_proof
 
     settings = wanted.settings
     check_shared(settings.model, wanted.target)

@@ -10,7 +10,7 @@ from dovetail.protocol.messages import MAX_PASSES
 from dovetail.protocol.settings import TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.ranking import Ranking
-from dovetail.workers.models.backends.device.ranked import DeviceRanking, Fetched
+from dovetail.workers.models.backends.device.levels import DeviceRanking, Fetched
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes
 from dovetail.workers.speculation.policy import Policy

@@ -25,7 +25,7 @@ from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession, St
 from dovetail.workers.drafters.session import THE_ROOT
 from dovetail.workers.drafters.side_by_side import Growth
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
-from dovetail.workers.models.recurrent.states import LentStates
+from dovetail.workers.models.recurrent import LentStates
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.room import check_rows
 from dovetail.workers.speculation.growth import NO_ROW, Nodes

@@ -32,11 +32,7 @@ from dovetail.workers.models.backends.device.choice import (
     said_in_ms,
 )
 from dovetail.workers.models.backends.device.own import SOURCE, own_matrix
-from dovetail.workers.models.backends.device.products import (
-    Product,
-    narrowed,
-    rounded_product,
-)
+from dovetail.workers.models.backends.device.products import Product, narrowed, rounded_product
 from dovetail.workers.models.language_model import LanguageModel, NotFiniteError
 from dovetail.workers.models.segment import Segment
 

@@ -25,16 +25,13 @@ from dovetail.workers.kernels.layer import (
 )
 from dovetail.workers.kernels.layer_plan import Activation, LayerPlan, Norm, NormKind, Rotary
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.backends.device.angles import Turn
-from dovetail.workers.models.backends.device.arenas import Arenas
 from dovetail.workers.models.backends.device.choice import choice_on
-from dovetail.workers.models.backends.device.fixed import SLOTS
+from dovetail.workers.models.backends.device.fixed import SLOTS, Arenas
 from dovetail.workers.models.backends.device.layer import DeviceLayer
-from dovetail.workers.models.backends.device.parts import DeviceNorm
+from dovetail.workers.models.backends.device.parts import DeviceNorm, Turn
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.device.rows import FixedRows, Ours, PlacedRows
-from dovetail.workers.models.backends.layer_parts import LayerParts, plan_of
-from dovetail.workers.models.backends.rotary_tables import RotaryTables
+from dovetail.workers.models.backends.layer_parts import LayerParts, RotaryTables, plan_of
 from dovetail.workers.models.backends.stages.engines import KernelEngine, TorchEngine
 from dovetail.workers.models.cache import HALF
 from dovetail.workers.models.families.description import Attention, Growth, Rope

@@ -27,7 +27,7 @@ from dovetail.workers.heads.spec import HeadSpec
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.device.fixed import Graphs
-from dovetail.workers.models.backends.device.ranked import Fetched
+from dovetail.workers.models.backends.device.levels import Fetched
 from dovetail.workers.models.backends.device.rows import PlacedRows
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.progress import beat

@@ -20,7 +20,7 @@ from dovetail.workers.models.backends.device.products import Product, product, r
 from dovetail.workers.models.backends.packing import EXACT_KINDS, pack_rows
 from dovetail.workers.models.checkpoints.gguf.kinds import Q8_0
 from dovetail.workers.models.substitutes.coded import against_codes, linear_product, pack_codes
-from dovetail.workers.models.substitutes.quantised import nearest_codes
+from dovetail.workers.models.substitutes.quantize import nearest_codes
 
 KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.INT8}
 

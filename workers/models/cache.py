@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.workers.models.recurrent.states import RecurrentStates, session_bytes, token_bytes
+from dovetail.workers.models.recurrent import RecurrentStates, session_bytes, token_bytes
 from dovetail.workers.models.segment import SLACK
 
 HALF = torch.float16

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import Routing
-from dovetail.workers.models.backends.device.levels import Captured, LevelRows
-from dovetail.workers.models.backends.device.ranked import Ranked
+from dovetail.workers.models.backends.device.levels import Captured, LevelRows, Ranked
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint

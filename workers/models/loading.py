@@ -15,10 +15,13 @@ from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers import kernels
 from dovetail.workers.devices.base import Device
 from dovetail.workers.models.assembly import (
+    StumbledError,
     against_kernels,
     assembled,
     for_library,
     model_type,
+    oracle_of,
+    provable,
     try_library,
 )
 from dovetail.workers.models.backends.library import Library, prove_whole
@@ -44,15 +47,14 @@ from dovetail.workers.models.language_model import (
     check_attention,
 )
 from dovetail.workers.models.parity.following import UnsupportedError
-from dovetail.workers.models.parity.proving import StumbledError, oracle_of, provable
-from dovetail.workers.models.remembered.proofs import Proofs
-from dovetail.workers.models.remembered.recall import ProofMemory, recall
-from dovetail.workers.models.wanted import Stager, Wanted
-from dovetail.workers.models.weight_types import (
+from dovetail.workers.models.remembered import ProofMemory, Proofs, recall
+from dovetail.workers.models.wanted import (
     BLOCK_WEIGHTS,
     FILE_KINDS,
     GPU_TYPES,
     LINEAR_TYPES,
+    Stager,
+    Wanted,
     _configured_type,
     check_names,
     type_of,

@@ -13,8 +13,8 @@ from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.kernels import shards
 from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
-from dovetail.workers.models.backends.selection import profile_key
-from dovetail.workers.models.backends.sizes import Matrices, Shapes
+from dovetail.workers.models.backends.linear import profile_key
+from dovetail.workers.models.backends.sizes import Matrices, Shapes, traffic_of
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
@@ -24,8 +24,7 @@ from dovetail.workers.models.checkpoints.loader import expert_shapes, linear_sha
 from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.models.recurrent.sizes import traffic_of
-from dovetail.workers.models.weight_types import FILE_KINDS
+from dovetail.workers.models.wanted import FILE_KINDS
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.protocol.errors import (
-    RequestError,
-)
+from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import (
     Close,
     Command,

@@ -8,10 +8,7 @@ from pathlib import Path
 
 from dovetail.protocol.calibration import Calibration, ExpertCosts
 from dovetail.protocol.errors import SettingsError
-from dovetail.protocol.messages import (
-    MAX_CURVES,
-    Fingerprint,
-)
+from dovetail.protocol.messages import MAX_CURVES, Fingerprint
 from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers.devices import cpu
@@ -20,11 +17,11 @@ from dovetail.workers.devices.memory import limit_memory
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels.shards import Shard
 from dovetail.workers.models.backends.device.choice import tell_products
-from dovetail.workers.models.backends.stages.cache import StagedCache
+from dovetail.workers.models.backends.stages.stage import StagedCache
 from dovetail.workers.models.checkpoints.quantised.searched import SEARCH
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.remembered.proofs import tell_proof
+from dovetail.workers.models.remembered import tell_proof
 from dovetail.workers.serving.sharded import begin_shards, tell_shards
 from dovetail.workers.serving.spread import Spread, known_readings, spread_of
 from dovetail.workers.sessions.prefix_cache import affordable_tokens, room_tokens

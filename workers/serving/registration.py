@@ -6,21 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dovetail.protocol.codec import COMMAND
-from dovetail.protocol.errors import (
-    DecodeError,
-    LinkClosed,
-    UserError,
-    printable,
-)
+from dovetail.protocol.errors import DecodeError, LinkClosed, UserError, printable
 from dovetail.protocol.links import Link
-from dovetail.protocol.messages import (
-    VERSION,
-    Command,
-    Event,
-    Failed,
-    Hello,
-    Welcome,
-)
+from dovetail.protocol.messages import VERSION, Command, Event, Failed, Hello, Welcome
 from dovetail.protocol.settings import ANSWER_S
 from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels

@@ -46,7 +46,7 @@ from dovetail.workers.models.checkpoints.context import LONGEST
 from dovetail.workers.models.checkpoints.footprint import IN_BLOCKS, sizes_by_tensors
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, FILE_KINDS
+from dovetail.workers.models.wanted import BLOCK_WEIGHTS, FILE_KINDS
 from dovetail.workers.serving.design import read_design
 
 NO_MATRICES = Matrices(())

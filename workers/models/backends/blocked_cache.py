@@ -13,7 +13,7 @@ from dovetail.workers.kernels.layer_plan import LANES, CacheRows, LayerPlan, Sha
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.kernels.states import StateRows, StateShape, placed
 from dovetail.workers.models.cache import SlotCache
-from dovetail.workers.models.recurrent.states import RecurrentStates
+from dovetail.workers.models.recurrent import RecurrentStates
 from dovetail.workers.models.segment import Segment
 
 LEAST_SHARED = 128  # fewer rows are copied: sharing rows moves the session's other rows

@@ -24,7 +24,10 @@ from dovetail.workers.models.backends.embedding import inputs_of, share_table, w
 from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.backends.layer_parts import (
     AROUND,
+    ROTARY_NAMES,
     LayerParts,
+    NoAngles,
+    RotaryTables,
     described_norm,
     final_norm,
     plan_of,
@@ -41,16 +44,15 @@ from dovetail.workers.models.backends.packing import (
 from dovetail.workers.models.backends.proof import (
     LAYER_TOLERANCE,
     LayerProof,
+    Product,
     check_attention,
     prove_cache,
 )
-from dovetail.workers.models.backends.rotary_tables import ROTARY_NAMES, NoAngles, RotaryTables
 from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.families.description import Attention, Latent, LayerSpec
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
-from dovetail.workers.models.parity.products import Product
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import LAST, ModelPass, keeping
 

@@ -1,12 +1,18 @@
-"""The parts of a transformers layer, by the names in its family's description."""
+"""The parts of a transformers layer, by the names in its family's description, those of mixers with
+a state, and the rotary tables, compared with the angles of transformers' own embedding."""
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.exact import exp
+from dovetail.workers.kernels.layer import rotary_table
 from dovetail.workers.kernels.layer_plan import (
     Activation,
     BesidePlan,
@@ -14,25 +20,232 @@ from dovetail.workers.kernels.layer_plan import (
     InputPlan,
     LayerPlan,
     Norm,
+    Rotary,
 )
 from dovetail.workers.kernels.states import ScanPlan
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.experts import ExpertParts, part_of, tensor_of
 from dovetail.workers.models.backends.packing import LatentParts
-from dovetail.workers.models.backends.rotary_tables import RotaryTables
-from dovetail.workers.models.checkpoints.gguf.rows import take_places
+from dovetail.workers.models.checkpoints.configured import base_model
+from dovetail.workers.models.checkpoints.gguf.rows import drop_weight, take_places
 from dovetail.workers.models.families.description import (
     Attention,
     Beside,
     Experts,
+    Given,
+    Growth,
     Latent,
     LayerSpec,
     Mlp,
     Norms,
+    Rope,
     StateMixer,
 )
 from dovetail.workers.models.parity.following import UnsupportedError
-from dovetail.workers.models.recurrent.parts import Gates, orders_of, scan_of, split_gates
+
+ROTARY_NAMES = ("rotary_emb", "pos_emb")  # the names of a model's rotary embedding
+TABLE_ROWS = 512  # positions of the context at which angles are compared with the model's
+TABLE_TOLERANCE = 1e-5
+
+
+class RotaryTables:
+    """The angles of all positions of a model, a table for each type of layer."""
+
+    def __init__(self, model: Any, context: int) -> None:
+        base = base_model(model)
+        found = (getattr(base, name, None) for name in ROTARY_NAMES)
+        embedding = next((part for part in found if part is not None), None)
+        self.given = embedding is not None
+        self._base, self._context = base, context
+        self._embeddings: dict[str, Any] = {"": copy.deepcopy(embedding)}
+        self._tables: dict[tuple[Rope | None, Growth | None], Rotary] = {}
+        self.angles: dict[str, tuple[Sequence[float], float]] = {}
+        """Frequencies of each table in use, and the factor of its cosines and sines."""
+
+    def of(self, rope: Rope | None, growth: Growth | None = None) -> Rotary | None:
+        """Return the table of a layer; None if it neither rotates nor has growing queries."""
+        if rope is None and growth is None:
+            return None
+        key = rope, growth
+        if key not in self._tables:
+            table = Rotary(*torch.empty(2, self._context, 0)) if rope is None else self._make(rope)
+            self._tables[key] = (
+                table if growth is None else replace(table, factors=self._grow(growth))
+            )
+        return self._tables[key]
+
+    def _make(self, rope: Rope) -> Rotary:
+        name = rope.part + rope.table
+        if name not in self.angles:
+            self.angles[name] = self._read(rope)
+        frequencies, scaling = self.angles[name]
+        table = rotary_table(torch.tensor(frequencies), self._context, scaling=scaling)
+        self._check(table, rope)
+        return replace(table, sines=-table.sines) if rope.backward else table
+
+    def _read(self, rope: Rope) -> tuple[Sequence[float], float]:
+        if rope.part not in self._embeddings:
+            self._embeddings[rope.part] = copy.deepcopy(self._base.get_submodule(rope.part))
+        embedding, prefix = self._embeddings[rope.part], f"{rope.table}_" if rope.table else ""
+        frequencies = getattr(embedding, f"{prefix}inv_freq", None)
+        if not isinstance(frequencies, Tensor) or frequencies.ndim != 1:
+            raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
+        scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
+        return frequencies.float().tolist(), scaling
+
+    def _check(self, table: Rotary, rope: Rope) -> None:
+        _check_table(table, self._embeddings[rope.part], self._context, rope)
+
+    def _grow(self, growth: Growth) -> Tensor:
+        """Return the factors of queries, float32 [context]: the same bytes on every machine."""
+        steps = (torch.arange(self._context) + growth.ahead) // growth.period
+        last = int(steps[-1])
+        return torch.tensor([1 + growth.beta * math.log1p(k) for k in range(last + 1)])[steps]
+
+
+class KnownTables(RotaryTables):
+    """The angles of a model that was proved before."""
+
+    def __init__(self, angles: Mapping[str, tuple[Sequence[float], float]], context: int) -> None:
+        self.given, self._context, self._tables = bool(angles), context, {}
+        self.angles = dict(angles)
+
+    def _read(self, rope: Rope) -> tuple[Sequence[float], float]:
+        raise UnsupportedError(f"the proof has no rotary table {rope.part + rope.table!r}")
+
+    def _check(self, table: Rotary, rope: Rope) -> None:
+        """Do nothing: the table comes with the proof."""
+
+
+def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) -> None:
+    """`UnsupportedError` if a table has other angles than the model's rotary embedding."""
+    positions = torch.linspace(0, context - 1, min(context, TABLE_ROWS), dtype=torch.float64).long()
+    which = (of.table,) if of.table else ()
+    given = embedding(torch.zeros(1, 1), positions.unsqueeze(0), *which)
+    if isinstance(given, Tensor) and given.is_complex():
+        given = given.real, given.imag
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
+    for own, other in zip((table.cosines, table.sines), given, strict=True):
+        found = own[positions]
+        expected = found.repeat_interleave(2, 1) if of.interleaved else found.repeat(1, 2)
+        # some embeddings of neighbours give halves, and their layers repeat each angle
+        if of.interleaved and torch.equal(other[0, :, 0], other[0, :, other.shape[-1] // 2]):
+            expected = found.repeat(1, 2)
+        if other.shape[-1] == found.shape[-1]:  # each angle once
+            expected = found
+        if other.shape[1:] != expected.shape:
+            raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
+        far = (other[0] - expected).abs().amax(-1) > TABLE_TOLERANCE
+        if bool(far.any()):
+            position = int(positions[far][0])
+            raise UnsupportedError(
+                f"the angles of position {position} differ from those of {type(embedding).__name__}"
+            )
+
+
+class NoAngles(nn.Module):
+    """Stands in for transformers' rotary embedding: the kernels have a table of all angles."""
+
+    def forward(self, *unused: Any, **also_unused: Any) -> None:
+        """Compute nothing."""
+
+
+@dataclass(frozen=True)
+class Gates:
+    """A linear whose outputs are queries and gates, head by head, to be separated."""
+
+    module: nn.Linear
+    queries: nn.Linear
+    gates: nn.Linear
+    order: Tensor  # int64 [out]: the places of both outputs in the checkpoint
+
+
+def split_gates(module: nn.Linear, heads: int, head_dim: int) -> Gates:
+    """Separate queries and gates; the linear loses its weights."""
+    order = torch.arange(2 * heads * head_dim).view(heads, 2, head_dim).transpose(0, 1).flatten()
+    if len(order) != module.out_features:
+        raise UnsupportedError(f"{module.out_features} queries and gates, not {len(order)}")
+    queries, gates = (_rows(module, part) for part in order.chunk(2))
+    drop_weight(module)
+    return Gates(module, queries, gates, order)
+
+
+def _rows(module: nn.Linear, rows: Tensor) -> nn.Linear:
+    part = nn.Linear(module.in_features, len(rows), bias=module.bias is not None, device="meta")
+    take_places(module, rows, part)
+    return part
+
+
+def orders_of(said: StateMixer) -> list[Tensor | None]:
+    """Return the places in the checkpoint of outputs that the kernels read; None: in place."""
+    if said.order is Given.IN_ORDER:
+        return [None] * len(said.given)
+    keys, values = said.key_heads * said.key_dim, said.value_heads * said.value_dim
+    if said.order is Given.GATE_FIRST:
+        places = torch.arange(2 * values + 2 * keys + said.value_heads)
+        gate, value, key, query, step = torch.split(
+            places, [values, values, keys, keys, said.value_heads]
+        )
+        return [torch.cat([query, key, value, gate, step])]
+    each = said.value_heads // said.key_heads
+    widths = [said.key_dim, said.key_dim, each * said.value_dim, each * said.value_dim]
+    wide = torch.arange(2 * keys + 2 * values).view(said.key_heads, sum(widths))
+    narrow = torch.arange(2 * said.value_heads).view(said.key_heads, 2 * each)
+    return [
+        torch.cat([part.flatten() for part in torch.split(wide, widths, 1)]),
+        torch.cat([part.flatten() for part in torch.split(narrow, each, 1)]),
+    ]
+
+
+def scan_of(layer: nn.Module, said: StateMixer) -> ScanPlan:
+    """Return the mixer of a layer without its matrices."""
+    weight, bias = tensor_of(layer, f"{said.conv}.weight").float(), None
+    if weight.ndim != 3 or weight.shape[1] != 1:
+        raise UnsupportedError(f"{said.conv} of {type(layer).__name__} is no convolution by itself")
+    weight = weight[:, 0]
+    if getattr(part_of(layer, said.conv), "bias", None) is not None:
+        bias = tensor_of(layer, f"{said.conv}.bias").float()
+    if said.order is Given.GATE_FIRST:
+        keys, values = said.key_heads * said.key_dim, said.value_heads * said.value_dim
+        value, key, query = torch.split(torch.arange(len(weight)), [values, keys, keys])
+        order = torch.cat([query, key, value])
+        weight, bias = weight[order], None if bias is None else bias[order]
+    norm = None if said.norm is None else f"{said.norm}.weight"
+    decay = _numbers(layer, said.decay)
+    return ScanPlan(
+        said.rule,
+        weight.t().contiguous(),
+        None if bias is None else bias.contiguous(),
+        said.key_heads,
+        said.value_heads,
+        said.key_dim,
+        said.value_dim,
+        None if decay is None else -exp(decay),
+        _numbers(layer, said.step_bias),
+        _numbers(layer, said.skip),
+        _numbers(layer, norm),
+        said.norm_width,
+        said.gate_first,
+        said.epsilon,
+        said.query_scale,
+        _factors(said),
+    )
+
+
+def _factors(said: StateMixer) -> Tensor | None:
+    if said.factors is None:
+        return None
+    gate, value, key, query, step = map(torch.tensor, said.factors)
+    keys, values = said.key_heads * said.key_dim, said.value_heads * said.value_dim
+    widths = (keys, keys, values, values, said.value_heads)
+    parts = (query, key, value, gate, step)
+    return torch.cat([part.expand(width) for part, width in zip(parts, widths, strict=True)])
+
+
+def _numbers(layer: nn.Module, name: str | None) -> Tensor | None:
+    return None if name is None else tensor_of(layer, name).float().flatten().contiguous()
+
 
 BESIDE = "beside_"
 """The beginning of the names of the matrices of a mixer with a state that is next to attention."""

@@ -12,8 +12,7 @@ from dovetail.protocol.experts import Routing
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted
 from dovetail.workers.models.backends.embedding import widen_embeddings
-from dovetail.workers.models.backends.linear import PackedLinear
-from dovetail.workers.models.backends.selection import Selection
+from dovetail.workers.models.backends.linear import PackedLinear, Selection
 from dovetail.workers.models.cache import CACHE_NAMES, KVCache
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.parity.following import (

@@ -5,7 +5,7 @@ compared one by one, since small differences in scores would be lost in what a l
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -18,23 +18,146 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, LayerPlan, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
+from dovetail.workers.models import transformers
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.embedding import OwnInputs
 from dovetail.workers.models.backends.experts import ExpertProof, ScaledExpertProof
 from dovetail.workers.models.backends.layer_parts import LayerParts
+from dovetail.workers.models.backends.packing import compare_product, product_of, sampled_rows
+from dovetail.workers.models.checkpoints.configured import quiet
+from dovetail.workers.models.checkpoints.gguf.rows import weight_of
 from dovetail.workers.models.families.description import Attention, Latent
 from dovetail.workers.models.parity.following import (
+    Call,
     UnprovableError,
     UnsupportedError,
+    first_of,
     line_of,
     stand_in,
 )
-from dovetail.workers.models.parity.products import Joined, Product
-from dovetail.workers.models.recurrent.proof import run_recurrently, run_together
-from dovetail.workers.models.recurrent.states import RecurrentStates
+from dovetail.workers.models.recurrent import RecurrentStates
 
 if TYPE_CHECKING:
     from dovetail.workers.models.parity.oracle import Oracle
+
+
+class Product:
+    """A layer's matrix in its proof, with its last input and output for linears that share it."""
+
+    def __init__(
+        self, name: str, linears: Sequence[nn.Linear], orders: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """`linears`: concatenated by outputs; some rows are kept. `orders`: int64 [out] of each,
+        places of outputs in the checkpoint; None: in place."""
+        self.name = name
+        self.given, self.result = torch.empty(0), torch.empty(0)
+        self._matrix: PackedMatrix | None = None
+        self._first: list[int] = []
+        self._samples: list[tuple[Tensor, Tensor, Tensor | float]] = []
+        first = 0
+        for part in linears:
+            picked = sampled_rows(part.out_features)
+            bias = 0.0 if part.bias is None else part.bias.detach()[picked].float()
+            self._first.append(first)
+            self._samples.append((picked, weight_of(part, picked), bias))
+            first += part.out_features
+        self._counts = [part.out_features for part in linears]
+        self._orders = orders or [None] * len(linears)
+
+    def stand_ins(self) -> list[nn.Module]:
+        """Return a stand-in for each linear; they own the product, which is freed with the last of
+        them."""
+        return [
+            _Rows(self, first, count, None if order is None else order.argsort())
+            for first, count, order in zip(self._first, self._counts, self._orders, strict=True)
+        ]
+
+    def use(self, matrix: PackedMatrix) -> None:
+        """Compute with this matrix from now on."""
+        self._matrix = matrix
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [m, in] -> [m, out]; linears of the same rows share one product."""
+        assert self._matrix is not None
+        if self.given.shape != x.shape or not torch.equal(self.given, x):
+            self.given, self.result = x.clone(), self._matrix.linear(x.contiguous())
+            self._check(x)
+        return self.result
+
+    def _check(self, x: Tensor) -> None:
+        """`UnsupportedError` if packed weights are not the checkpoint's; single rows may cancel
+        out."""
+        assert self._matrix is not None
+        if self._matrix.kind not in list(Kind) or len(x) == 1:
+            return
+        for first, (picked, weight, bias) in zip(self._first, self._samples, strict=True):
+            expected = product_of(self._matrix, first + picked, x, weight) + bias
+            compare_product(self.name, self._matrix, self.result[:, first + picked], expected)
+
+
+class _Rows(nn.Module):
+    def __init__(
+        self, product: Product, first: int, count: int, order: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self._order = order
+        self._product, self._first, self._count = product, first, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y = self._product(x.reshape(-1, x.shape[-1]))[:, self._first : self._first + self._count]
+        y = y.clone() if self._order is None else y[:, self._order]  # a layer may add to it
+        return y.reshape(*x.shape[:-1], self._count)
+
+
+class Joined(nn.Module):
+    """Linears in place of a joined one; `order`, int64 [out]: places of their outputs there."""
+
+    def __init__(self, parts: Sequence[nn.Module], order: Tensor) -> None:
+        super().__init__()
+        self._parts, self._back = parts, order.argsort()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return torch.cat([part(x) for part in self._parts], dim=-1)[..., self._back]
+
+
+def run_recurrently(oracle: "Oracle", layer: nn.Module, index: int, states: Tensor) -> Tensor:
+    """Return transformers' layer of states [count, hidden], row by row."""
+    cache, rows = transformers.DynamicCache(config=oracle.config), []
+    call = oracle.arranged(index, cache)
+    with oracle.eagerly(layer), quiet():
+        for row, state in enumerate(states):
+            args, kwargs = _of_row(call, row, len(states)).of(state.view(1, 1, -1))
+            rows.append(first_of(layer(*args, **kwargs)))
+    return torch.cat(rows)
+
+
+def run_together(oracle: "Oracle", layer: nn.Module, index: int, states: Tensor) -> Tensor:
+    """Return transformers' layer of states [count, hidden], all at once."""
+    with oracle.eagerly(layer), quiet():
+        args, kwargs = oracle.arranged(index, None).of(states.unsqueeze(0))
+        return first_of(layer(*args, **kwargs))
+
+
+def _of_row(call: Call, row: int, count: int) -> Call:
+    """Return the call of a layer for one of its `count` rows, after those before it."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cut, value))
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 4 and tuple(value.shape[-2:]) == (count, count):
+            return value[:, :, row : row + 1, : row + 1]
+        if value.ndim >= 2 and value.shape[1] == count:
+            return value[:, row : row + 1]
+        return value
+
+    return Call(
+        tuple(map(cut, call.args)), {name: cut(value) for name, value in call.kwargs.items()}
+    )
+
 
 log = logging.getLogger(__name__)
 

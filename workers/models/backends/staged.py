@@ -1,10 +1,11 @@
 """The kernels back end in stages: the first layers on the CPU, the others and the head on a device,
 resident or streamed; and prompts that a device reads for layers on the CPU. A CPU in place of a GPU
 gives the same bytes; on a GPU torch computes the same function up to rounding. Long prompts go
-through one layer after the other, so that weights are copied once."""
+through one layer after the other, so that weights are copied once. A small draft is on one device,
+with rounding products, and levels captured as one launch (`device/levels.py`)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,22 +16,35 @@ from dovetail.workers.devices.base import Capture, Device, Transfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
-from dovetail.workers.models.backends.blob import Blob, alone, gather, hollow
+from dovetail.workers.models.backends.blob import Blob, Lying, Matrix, alone, gather, hollow
+from dovetail.workers.models.backends.device.choice import products_on
+from dovetail.workers.models.backends.device.fixed import SLOTS, Arenas
+from dovetail.workers.models.backends.device.levels import Captured, Levels, has_fixed_shapes
 from dovetail.workers.models.backends.device.parts import DeviceNorm
-from dovetail.workers.models.backends.device.products import narrowed, product, rounded_product
+from dovetail.workers.models.backends.device.products import (
+    Product,
+    narrowed,
+    product,
+    rounded_product,
+)
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.packing import KernelLinear, KernelNorm
 from dovetail.workers.models.backends.placement import Place
-from dovetail.workers.models.backends.stages.cache import StagedCache, StagedPass
 from dovetail.workers.models.backends.stages.engines import (
     Engine,
     KernelEngine,
+    RoundedLayer,
     SettledLayer,
     TorchEngine,
     engine_of,
 )
-from dovetail.workers.models.backends.stages.reader import PromptReader
-from dovetail.workers.models.backends.stages.stage import Stage
+from dovetail.workers.models.backends.stages.stage import (
+    PromptReader,
+    Stage,
+    StagedCache,
+    StagedPass,
+    part_of,
+)
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.states import Kept, ModelPass
 
@@ -222,3 +236,67 @@ class Staged(Kernels):
         logits, kept = super()._pass(asked, seen), asked.kept
         kept.states = {place: states.cpu() for place, states in kept.states.items()}
         return logits
+
+
+class RoundingEngine(TorchEngine):
+    """For drafts: 16-bit weights meet inputs of their own type, unless a product of ours is
+    faster."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, products_on(device))
+        self.arenas = Arenas(SLOTS)
+
+    def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | Product:
+        if lying.parts:
+            return super().lay_out(lying, memory)
+        assert self.products is not None
+        return self.products.lay_out(lying, memory, rounded=True)
+
+
+class ResidentDraft(Captured, Staged):
+    """All layers, norm and head on one device. A `BackEnd`; logits stay on the device."""
+
+    def __init__(
+        self, model: Any, kind: Kind, *, context: int, staging: Staging, cache: torch.dtype
+    ) -> None:
+        super().__init__(model, kind, context=context, staging=staging, cache=cache)
+        assert staging.draft is not None
+        self._capture: Capture | None = staging.draft.capture
+
+    def _open_engine(self, staging: Staging) -> TorchEngine:
+        assert staging.transfer is not None
+        return RoundingEngine(staging.transfer.device)
+
+    def finish(self, model: Any) -> None:
+        super().finish(model)
+        engine, stage = self.engine, self._stages[0]
+        assert isinstance(engine, TorchEngine)
+        plans = stage.layout.plans
+        if self._capture is None or not self.direct or not all(map(has_fixed_shapes, plans)):
+            return
+        self.levels = Levels(
+            capture=self._capture,
+            device=engine.device,
+            hidden=model.config.hidden_size,
+            plans=plans,
+            layers=[RoundedLayer(layer) for _, layer in sorted(stage.settled.items())],
+            turn=engine.turn,
+            by=engine.by,
+            logits=self._logits,
+            ours=engine.ours_for(plans),
+        )
+
+    def compute(self, asked: ModelPass) -> Tensor:
+        if (level := self.level_of(asked)) is not None:
+            return level
+        return super().compute(asked).to(self.engine.device)
+
+    def _own(self, segment: Segment) -> Segment:
+        return replace(segment, cache=part_of(segment.cache, 0))
+
+    def _states(self, tokens: Tensor) -> Tensor:
+        return self._embedded(tokens).float()
+
+    def _logits(self, states: Tensor) -> Tensor:
+        assert isinstance(self._head, DeviceHead)
+        return self._scaled(self._head.roughly(self._norm(states)))

@@ -35,9 +35,8 @@ from dovetail.workers.models.checkpoints.digests import (
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json, unreadable
 from dovetail.workers.models.checkpoints.gguf.facts import Facts
 from dovetail.workers.models.checkpoints.gguf.placing import TRANSPOSE, naming_of
-from dovetail.workers.models.checkpoints.gguf.rows import Pile, Rows
+from dovetail.workers.models.checkpoints.gguf.rows import UNPACK, Pile, Rows
 from dovetail.workers.models.checkpoints.gguf.tensors import Blocks, Piled, source_of, stored_in
-from dovetail.workers.models.checkpoints.gguf.unpacking import UNPACK
 from dovetail.workers.models.checkpoints.gguf.view import files_of, model_of, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.namings import BLOCKS

@@ -29,8 +29,7 @@ from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, MXFP4, Q4_K, int4_kind
 from dovetail.workers.models.checkpoints.gguf.view import FILE, described_tensors
 from dovetail.workers.models.checkpoints.namings import BLOCKS, NAMINGS
-from dovetail.workers.models.checkpoints.quantised.layout import matrices
-from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
+from dovetail.workers.models.checkpoints.quantised.schemes import matrices, scheme_of
 
 COMPILER_BYTES = 45_000_000 if find_spec("hqq") else 0
 """torch's compiler, which transformers imports where hqq is installed (measured)."""

@@ -15,7 +15,7 @@ from dovetail.workers.models.checkpoints.gguf.kinds import MXFP4
 from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows
 from dovetail.workers.models.checkpoints.gguf.tensors import contents_of
 from dovetail.workers.models.checkpoints.namings import BLOCKS, EXPONENTS, Naming
-from dovetail.workers.models.checkpoints.quantised.mxfp4 import as_in_gguf, packed_shapes, unpack
+from dovetail.workers.models.checkpoints.quantised.codes import as_in_gguf, packed_shapes, unpack
 from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, Stored
 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")

@@ -13,7 +13,7 @@ from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.parity.reference import reference_logits
 from dovetail.workers.models.segment import Segment
-from dovetail.workers.models.weight_types import type_of
+from dovetail.workers.models.wanted import type_of
 
 TYPES = ("fp32", "half", "int8", "int4", "file")
 """Types of weights that have a line if a checkpoint can be computed in them."""

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from dovetail.workers.models.checkpoints.configured import base_model
 
 if TYPE_CHECKING:
-    from dovetail.workers.models.parity.caches import ClaimedCache
+    from dovetail.workers.models.parity.oracle import ClaimedCache
 
 EAGER = "eager"
 OLDER_CACHE_NAME = "past_key_values"

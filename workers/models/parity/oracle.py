@@ -1,7 +1,8 @@
 """transformers' eager forward as the oracle of a load: each layer's inputs, results and masks at
 positions over the whole context. A few runs of positions stand for it: the beginning, around every
 configured number that may be a position, and the end. Masks are built for true lengths, and reduced
-to existing rows, so that position 131071 takes two dozen rows."""
+to existing rows, so that position 131071 takes two dozen rows. Importing it imports
+transformers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted, Notes
+from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.configured import quiet
-from dovetail.workers.models.parity.caches import ClaimedCache, ProofCache
-from dovetail.workers.models.parity.comparison import Comparison, near
 from dovetail.workers.models.parity.following import (
     EAGER,
     Call,
+    Path,
     Recorder,
     UnprovableError,
     cache_name,
@@ -29,6 +30,139 @@ from dovetail.workers.models.parity.following import (
 )
 from dovetail.workers.models.parity.landmarks import runs_of
 from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.models.transformers import DynamicCache
+
+
+class ClaimedCache(DynamicCache):  # type: ignore[misc]
+    """A cache that claims `length` rows, from which transformers builds masks, and stores none."""
+
+    def __init__(self, length: int | Tensor) -> None:
+        """`length`: int64 [rows], one for each row, if it is only added to a row's number."""
+        super().__init__()
+        self._length = length
+        self.asked = False  # True if the number of rows was asked for
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        self.asked = True
+        return self._length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int | Tensor, int]:
+        return self._length + query_length, 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_conv_state(self, *unused: Any, **also_unused: Any) -> None:
+        """Return nothing: rows are the first of their states."""
+
+    def update_conv_state(self, states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
+        return states
+
+    def get_recurrent_state(self, *unused: Any, **also_unused: Any) -> None:
+        """Return nothing: rows are the first of their states."""
+
+    def update_recurrent_state(self, states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
+        return states
+
+
+class ProofCache(KVCache):
+    """The keys and values of a proof, with whatever heads a layer has."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
+        if layer not in self._rows:
+            self._rows[layer] = tuple(
+                part.new_zeros(part.shape[0], self.capacity, part.shape[2]) for part in (key, value)
+            )  # type: ignore[assignment]
+        for kept, new in zip(self._rows[layer], (key, value), strict=True):
+            kept[:, start : start + new.shape[1]] = new
+
+    def view(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._rows[layer]
+        return keys[:, start:stop], values[:, start:stop]
+
+
+CHANGING = ("dynamic", "longrope")  # rotations that may depend on the longest sequence
+SAME = 1e-5  # tolerance of a layer's inputs with other rows in the batch: rounding only
+
+
+class Comparison:
+    """Tensors that layers are given for the same rows in different passes, compared once each."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._same: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """Compared pairs by address, kept so that addresses are not reused."""
+
+    def compare(self, part: Call, whole: Call, count: int, first: int, rows: int) -> None:
+        """`UnprovableError` if a layer gets other numbers for the same rows in a larger batch,
+        except masks."""
+        others = dict(whole.leaves())
+        for path, tensor in part.leaves():
+            other = others.get(path)
+            key = (id(tensor), id(other))
+            if other is None or tensor.ndim == 4 or key in self._same:
+                continue
+            axes = [
+                axis
+                for axis, size in enumerate(tensor.shape)
+                if (size, other.shape[axis : axis + 1]) == (count, (rows,))
+            ]
+            beside = other.narrow(axes[0], first, count) if axes else other
+            if beside.shape != tensor.shape:
+                raise UnprovableError(
+                    f"transformers gives a layer {named_path(path)} {list(tensor.shape)}, which is "
+                    "not one row for each token"
+                )
+            self._same[key] = (tensor, other)
+            if tensor.is_floating_point() or tensor.is_complex():
+                far = (tensor - beside).abs() > SAME
+                if bool(far.any()):
+                    raise UnprovableError(self._why(path))
+            elif not torch.equal(tensor, beside):
+                raise UnprovableError(self._why(path))
+
+    def _why(self, path: Path) -> str:
+        kind = self._config.model_type
+        if (
+            any("position_embeddings" in str(name) or "rot" in str(name) for name in path)
+            or "args" in path
+        ):
+            rope = getattr(self._config, "rope_parameters", None) or {}
+            kinds = sorted(
+                {
+                    str(part["rope_type"])
+                    for part in (rope, *rope.values())
+                    if isinstance(part, dict) and "rope_type" in part
+                }
+            )
+            changing = [part for part in kinds if part in CHANGING]
+            named = f" of type {' and '.join(changing or kinds)}" if kinds else ""
+            return (
+                f"rotary embeddings{named} ({kind}) are not supported: they depend on the "
+                "longest sequence of a pass"
+            )
+        return (
+            f"what transformers gives to the layers of a {kind} model ({named_path(path)}) "
+            "depends on the other rows of a pass"
+        )
+
+
+def near(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=SAME, atol=SAME))
+
+
+def named_path(path: Path) -> str:
+    return ".".join(map(str, path))
+
 
 attention.register()  # transformers' models are imported with this module
 HIDDEN = -1e4  # the most that eager attention adds to the score of what a row does not see

@@ -14,7 +14,6 @@ from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
-from dovetail.workers.models.parity.caches import ClaimedCache
 from dovetail.workers.models.parity.following import (
     EAGER,
     Call,
@@ -25,7 +24,7 @@ from dovetail.workers.models.parity.following import (
     implementation,
     stand_in,
 )
-from dovetail.workers.models.parity.oracle import Oracle
+from dovetail.workers.models.parity.oracle import ClaimedCache, Oracle
 from dovetail.workers.models.transformers import DynamicCache
 
 PART = 128  # tokens of a text that are read at a time

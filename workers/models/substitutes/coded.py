@@ -22,8 +22,7 @@ from dovetail.workers.models.backends.device.choice import (
 )
 from dovetail.workers.models.backends.device.own import CODES_SOURCE, own_codes
 from dovetail.workers.models.backends.device.products import Product
-from dovetail.workers.models.substitutes.quantised import CodedProduct
-from dovetail.workers.models.substitutes.quantize import BITS, Codes, from_bytes
+from dovetail.workers.models.substitutes.quantize import BITS, CodedProduct, Codes, from_bytes
 
 TORCHS, OWN = "torch-int4", "own-codes"  # the products of codes, in a model's description
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from dovetail.workers.devices.base import Program
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.attention import Attending, Block, attend_blocks, by_torch
-from dovetail.workers.models.backends.device.angles import Turn
 from dovetail.workers.models.backends.device.attention import PlacedCaches, placed_attention
-from dovetail.workers.models.backends.device.parts import Parts, Turning
+from dovetail.workers.models.backends.device.parts import Parts, Turn, Turning
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import rounded
 

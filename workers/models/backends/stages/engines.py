@@ -22,19 +22,18 @@ from dovetail.workers.models.backends.blocked_cache import (
     states_of,
 )
 from dovetail.workers.models.backends.device import parts
-from dovetail.workers.models.backends.device.angles import Angles, Turn
-from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.attention import CONTEST, attending
 from dovetail.workers.models.backends.device.choice import Products, products_on
+from dovetail.workers.models.backends.device.fixed import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.layer import DeviceLayer
 from dovetail.workers.models.backends.device.levels import is_placeable
 from dovetail.workers.models.backends.device.own_blocks import blocks_on
-from dovetail.workers.models.backends.device.parts import Parts
+from dovetail.workers.models.backends.device.parts import Angles, Parts, Turn
 from dovetail.workers.models.backends.device.products import Product, product, rounded_product
 from dovetail.workers.models.backends.device.rows import Ours, Rows, SeenRows
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import HALF, Heads, KVCache, MixedKVCache
-from dovetail.workers.models.recurrent.states import RecurrentStates
+from dovetail.workers.models.recurrent import RecurrentStates
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.timing import asked
 

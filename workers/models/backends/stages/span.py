@@ -13,9 +13,9 @@ from torch import Tensor
 from dovetail.workers.devices.base import Capture
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.blob import Matrix
-from dovetail.workers.models.backends.device.arenas import ArenaCache
 from dovetail.workers.models.backends.device.fixed import (
     MOST_ROWS,
+    ArenaCache,
     FixedPass,
     Form,
     Graphs,

@@ -1,28 +1,181 @@
-"""Consecutive layers on one device: resident or streamed; they may read keys of the stage
-before."""
+"""Consecutive layers on one device: resident, or streamed through a few buffers, each copied while
+those before it are used, across layers and passes. A buffer is refilled only after its use: section
+4.4 of the papers' code omits that, and slow layers then compute with the next one's weights. Layers
+may read keys of the stage before, and a device may read prompts for layers on the CPU."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.base import Capture, Transfer
+from dovetail.workers.devices.base import Capture, Mark, Transfer
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.blob import Blob
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, CacheLayout
 from dovetail.workers.models.backends.placement import BUFFERS
-from dovetail.workers.models.backends.stages.cache import StagedPass, part_of
-from dovetail.workers.models.backends.stages.engines import Engine, Ready, Run, SettledLayer
+from dovetail.workers.models.backends.stages.engines import (
+    Engine,
+    Ready,
+    Run,
+    SettledLayer,
+    engine_of,
+)
 from dovetail.workers.models.backends.stages.span import Span, spans_of
-from dovetail.workers.models.backends.stages.streaming import Ring
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.models.states import Kept
 from dovetail.workers.progress import beat
+
+
+@dataclass
+class StagedPass:
+    """The rows of a pass for all stages."""
+
+    positions: Tensor
+    segments: Sequence[Segment]
+    apart: bool = False  # True if the reader computes the layers on the CPU
+    inputs: Tensor | None = None  # the layers' own inputs [rows, width of all]; None: none
+
+    def use_inputs(self, inputs: Tensor) -> None:
+        """Have layers with their own inputs read them from these."""
+        self.inputs = inputs
+
+    def inputs_of(self, rows: slice) -> Tensor | None:
+        """Return the inputs of some rows."""
+        return None if self.inputs is None else self.inputs[rows]
+
+    def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Sequence[Segment]]]:
+        """Yield the rows of a stage some at a time: which rows, and their segments."""
+        segments = [
+            replace(segment, cache=part_of(segment.cache, stage)) for segment in self.segments
+        ]
+        yield from chunks_of(segments, chunk)
+
+
+def part_of(cache: Cache, stage: int) -> Cache:
+    if not isinstance(cache, StagedCache):
+        raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
+    return cache.parts[stage]
+
+
+def chunks_of(segments: Sequence[Segment], chunk: int) -> Iterator[tuple[slice, Sequence[Segment]]]:
+    """Yield the rows of a pass, `chunk` at a time if they belong to one prompt."""
+    if len(segments) > 1 or segments[0].paths is not None:
+        yield slice(0, sum(segment.count for segment in segments)), segments
+        return
+    segment = segments[0]
+    for first in range(0, segment.count, chunk):
+        count = min(chunk, segment.count - first)
+        yield (
+            slice(first, first + count),
+            [
+                replace(
+                    segment,
+                    start=segment.start + first,
+                    count=count,
+                    follows=segment.follows or first > 0,
+                )
+            ],
+        )
+
+
+class StagedCache:
+    """A session's keys and values, stored where each stage computes."""
+
+    def __init__(self, parts: Sequence[Cache]) -> None:
+        self.parts = parts
+        self.length, self.capacity = 0, parts[0].capacity
+
+    def keep(self, slots: Sequence[int], committed: int) -> None:
+        for part in self.parts:
+            part.keep(slots, committed)
+        self.length += committed
+
+    def truncate(self, length: int) -> None:
+        for part in self.parts:
+            part.truncate(length)
+        self.length = length
+
+    def restorable(self, length: int) -> int:
+        while (least := min(part.restorable(length) for part in self.parts)) < length:
+            length = least
+        return length
+
+    def checkpoint(self) -> None:
+        for part in self.parts:
+            part.checkpoint()
+
+    def resize(self, capacity: int) -> None:
+        for part in self.parts:
+            part.resize(capacity)
+        self.capacity = capacity
+
+    def branch(self, length: int, *, used: int = 0) -> "StagedCache":
+        other = StagedCache([part.branch(length, used=used) for part in self.parts])
+        other.length = other.capacity = length
+        return other
+
+    @property
+    def branches(self) -> bool:
+        return all(part.branches for part in self.parts)
+
+    @property
+    def base_bytes(self) -> int:
+        return sum(part.base_bytes for part in self.parts)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(part.row_bytes for part in self.parts)
+
+
+class Ring:
+    """Blobs used cyclically, in fewer buffers than there are blobs."""
+
+    def __init__(self, transfer: Transfer, blobs: Sequence[Tensor], buffers: int) -> None:
+        """blobs: uint8, pinned by their owner; `buffers`: at most as many."""
+        if not 1 <= buffers <= len(blobs):
+            raise ValueError(f"{buffers} buffers for {len(blobs)} blobs")
+        self._transfer, self._blobs = transfer, blobs
+        largest = max(blob.numel() for blob in blobs)
+        self._buffers = [transfer.buffer(largest) for _ in range(buffers)]
+        self._turn = 0  # blobs so far: the next is blobs[turn % blobs], in buffers[turn % buffers]
+        self.copied_bytes = 0
+        start = transfer.computed()
+        self._filled = [self._fetch(turn, start) for turn in range(buffers)]
+
+    @contextmanager
+    def next(self, blob: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number of a blob's buffer and the blob in it, for use within the block."""
+        while (
+            self._turn % len(self._blobs) != blob
+        ):  # a pass that failed half-way left the ring where it was
+            self._move_on()
+        slot = self._turn % len(self._buffers)
+        self._transfer.wait(self._filled[slot])
+        try:
+            yield slot, self._buffers[slot][: self._blobs[blob].numel()]
+        finally:
+            self._move_on()
+
+    def _move_on(self) -> None:
+        """Advance to the next blob, and fetch the blob that follows in its buffer."""
+        slot = self._turn % len(self._buffers)
+        if len(self._buffers) < len(self._blobs):
+            self._filled[slot] = self._fetch(
+                self._turn + len(self._buffers), self._transfer.computed()
+            )
+        self._turn += 1
+
+    def _fetch(self, turn: int, after: Mark) -> Mark:
+        source = self._blobs[turn % len(self._blobs)]
+        self.copied_bytes += source.numel()
+        return self._transfer.copy(
+            source, self._buffers[turn % len(self._buffers)][: source.numel()], after
+        )
 
 
 class Stage:
@@ -153,3 +306,60 @@ def run_parts(layer: Run, parts: Sequence[tuple[slice, Any]], states: Tensor) ->
         if rows.start:
             beat()
         layer(seen, states[rows])
+
+
+class PromptReader:
+    """Reads a prompt on a device for layers on the CPU: weights stream in, keys and values come
+    back."""
+
+    def __init__(
+        self, transfer: Transfer, layers: Sequence[tuple[LayerPlan, Blob]], cache: torch.dtype
+    ) -> None:
+        """`cache`: the type of keys and values."""
+        self._engine, self._cache = engine_of(transfer), cache
+        for _, blob in layers:
+            transfer.pin(blob.memory)
+        self._plans, together = [plan for plan, _ in layers], CacheLayout()
+        self._placed = [together.take(plan) for plan in self._plans]
+        self._alone = [self._by_itself(plan) for plan in self._plans]
+        self._layers = [
+            self._engine.prepare(plan, blob)
+            for plan, (_, blob) in zip(self._alone, layers, strict=True)
+        ]
+        self._ring = Ring(transfer, [blob.memory for _, blob in layers], min(BUFFERS, len(layers)))
+        self._made: dict[tuple[int, int], Run] = {}
+
+    def _by_itself(self, plan: LayerPlan) -> LayerPlan:
+        """Return a layer in a cache of its own, or of the layer whose keys it reads."""
+        layout = CacheLayout()
+        if plan.reads is not None:
+            layout.take(self._plans[plan.reads])
+        return layout.take(plan)
+
+    def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
+        """states [T, hidden] of the first T rows of a session, as they arrived on the CPU."""
+        (segment,) = seen.segments
+        cache = part_of(segment.cache, 0)
+        assert isinstance(cache, BlockedCache)
+        there = states.to(self._engine.device)
+        read_again = {plan.reads for plan in self._plans if plan.reads is not None}
+        caches = {layer: self._new_cache(layer, segment.count) for layer in read_again}
+        for index, layer in enumerate(self._layers):
+            beat()
+            kept.keep(index, there)
+            reads = self._plans[index].reads
+            own = caches.get(index if reads is None else reads) or self._new_cache(
+                index, segment.count
+            )
+            parts = [
+                (rows, self._engine.see(seen.positions[rows], part, seen.inputs_of(rows)))
+                for rows, part in chunks_of([replace(segment, cache=own)], self._engine.chunk)
+            ]
+            with self._ring.next(index) as (slot, memory):
+                run_parts(made_once(self._made, layer, index, slot, memory), parts, there)
+            self._engine.hand_over(own, cache, self._placed[index], segment.count)
+        return there.to(states.device)
+
+    def _new_cache(self, layer: int, rows: int) -> Cache:
+        """Return an empty cache of one layer."""
+        return self._engine.new_cache([self._alone[layer]], rows, self._cache)

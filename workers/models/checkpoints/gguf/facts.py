@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.gguf.architectures.naming import NOT_READ
-from dovetail.workers.models.checkpoints.gguf.files import Model
-from dovetail.workers.models.checkpoints.gguf.reader import Place
+from dovetail.workers.models.checkpoints.gguf.architectures.namings import NOT_READ
+from dovetail.workers.models.checkpoints.gguf.files import Model, Place
 
 HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
 """Keys that do not change what a model computes."""

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from dovetail.workers.models.checkpoints.gguf.architectures.naming import (
+from dovetail.workers.models.checkpoints.gguf.architectures.namings import (
     BOTH_UP,
     KEYS_UP,
     LOWER,
     MERGED,
+    NAMINGS,
     NOT_READ,
     UPPER,
     VALUES_UP,
@@ -16,11 +17,9 @@ from dovetail.workers.models.checkpoints.gguf.architectures.naming import (
     Stacks,
     Tiled,
 )
-from dovetail.workers.models.checkpoints.gguf.architectures.namings import NAMINGS
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
-from dovetail.workers.models.checkpoints.gguf.files import Model
+from dovetail.workers.models.checkpoints.gguf.files import FileHead, Model, Place
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, STORED
-from dovetail.workers.models.checkpoints.gguf.reader import FileHead, Place
 
 SHARING = "attention.shared_kv_layers"
 SCALE = "attention.scale"

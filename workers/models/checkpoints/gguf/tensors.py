@@ -9,7 +9,7 @@ from torch import Tensor
 from dovetail.workers.kernels.exact import log
 from dovetail.workers.models.checkpoints.digests import DigestSource, FilePart
 from dovetail.workers.models.checkpoints.files import unreadable
-from dovetail.workers.models.checkpoints.gguf.files import Model
+from dovetail.workers.models.checkpoints.gguf.files import FileHead, Model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.placing import (
     BEHIND,
@@ -28,9 +28,14 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
     one_of,
     placed_in,
 )
-from dovetail.workers.models.checkpoints.gguf.reader import FileHead
-from dovetail.workers.models.checkpoints.gguf.rows import Content, InFile, Pile, Rows
-from dovetail.workers.models.checkpoints.gguf.unpacking import UNPACK, unpacked
+from dovetail.workers.models.checkpoints.gguf.rows import (
+    UNPACK,
+    Content,
+    InFile,
+    Pile,
+    Rows,
+    unpacked,
+)
 from dovetail.workers.models.checkpoints.stored import Stored
 
 AT_A_TIME = 1 << 20  # numbers that are checked for NaN and infinity at a time

@@ -10,15 +10,16 @@ from torch import Tensor
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.digests import all_finite
 from dovetail.workers.models.checkpoints.quantised import codes
-from dovetail.workers.models.checkpoints.quantised.layout import (
+from dovetail.workers.models.checkpoints.quantised.schemes import (
     Matrix,
+    Scheme,
     UnfitError,
     bits_of,
     block_of,
     matrices,
+    scheme_of,
     unlike,
 )
-from dovetail.workers.models.checkpoints.quantised.schemes import Scheme, scheme_of
 from dovetail.workers.models.checkpoints.stored import Stored
 
 
@@ -27,7 +28,7 @@ class CodedTensor(Stored):
     """[out, in] or [experts, out, in] of codes and scales; `kind` and `shape` are the numbers'."""
 
     scheme: Scheme
-    parts: Mapping[str, tuple[str, Stored]]  # a part, as `layout.py` calls it -> name and place
+    parts: Mapping[str, tuple[str, Stored]]  # a part, as `schemes.py` calls it -> name and place
 
     @property
     def reads_one(self) -> bool:

@@ -1,17 +1,70 @@
-"""The configurations of GGUF files of models with RMS norms and without experts, but Mixtral."""
+"""The configurations of GGUF files of models without experts and states, and of Mixtral."""
 
 from collections.abc import Callable, Mapping
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Any
 
 from dovetail.workers.models.checkpoints.gguf.architectures.common import (
+    BASE,
     FULL,
     SLIDING,
     Configuration,
+    common,
+    everywhere,
     factors_of,
     has_bias,
     pattern,
+    sizes_of,
     with_rms,
 )
-from dovetail.workers.models.checkpoints.gguf.facts import Facts
+from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
+from dovetail.workers.models.checkpoints.gguf.files import numbers_of
+
+EPSILON = "attention.layer_norm_epsilon"
+ATTENTION_BIAS, MLP_BIAS = {"attention_bias": "attn_q"}, {"mlp_bias": "ffn_down"}
+
+
+def plain(
+    model_type: str,
+    act: str = "silu",
+    biases: Mapping[str, str] = MappingProxyType({}),
+    *,
+    epsilon: str = "",
+    **more: Any,
+) -> Callable[[Facts], Configuration]:
+    """Return the function of an architecture with nothing but this. `biases`: field -> the linear
+    that may have one; `epsilon`: the field of layer norms, else it has RMS norms."""
+
+    def make(facts: Facts) -> Configuration:
+        return {
+            **(common(facts) if epsilon else with_rms(facts)),
+            "model_type": model_type,
+            "hidden_act": act,
+            **({epsilon: facts.epsilon(EPSILON)} if epsilon else {}),
+            **{field: has_bias(facts, name) for field, name in biases.items()},
+            **more,
+        }
+
+    return make
+
+
+qwen2, qwen3 = plain("qwen2"), plain("qwen3")
+_nemotron = plain("nemotron", "relu2", ATTENTION_BIAS | MLP_BIAS, epsilon="norm_eps")
+_gptneox = plain("gpt_neox", "gelu", {"attention_bias": "attn_qkv"}, epsilon="layer_norm_eps")
+
+
+def nemotron(facts: Facts) -> Configuration:
+    facts.epsilon("attention.layer_norm_rms_epsilon", 0.0)  # files have it twice
+    return _nemotron(facts)
+
+
+def gptneox(facts: Facts) -> Configuration:
+    return {
+        **_gptneox(facts),
+        "use_parallel_residual": facts.truth("use_parallel_residual"),
+        **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+    }
 
 
 def llama(facts: Facts) -> Configuration:
@@ -32,14 +85,6 @@ def llama(facts: Facts) -> Configuration:
         "num_local_experts": facts.whole("expert_count"),
         "num_experts_per_tok": facts.whole("expert_used_count"),
     }
-
-
-def qwen2(facts: Facts) -> Configuration:
-    return {**with_rms(facts), "model_type": "qwen2", "hidden_act": "silu"}
-
-
-def qwen3(facts: Facts) -> Configuration:
-    return {**with_rms(facts), "model_type": "qwen3", "hidden_act": "silu"}
 
 
 def phi3(facts: Facts) -> Configuration:
@@ -156,28 +201,6 @@ def qwen3vl(facts: Facts) -> Configuration:
     return qwen3(facts)
 
 
-def seed_oss(facts: Facts) -> Configuration:
-    return {
-        **with_rms(facts),
-        "model_type": "seed_oss",
-        "hidden_act": "silu",
-        "attention_bias": has_bias(facts, "attn_q"),
-        "attention_out_bias": has_bias(facts, "attn_output"),
-        "mlp_bias": has_bias(facts, "ffn_down"),
-        **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0),
-    }
-
-
-def hunyuan_dense(facts: Facts) -> Configuration:
-    """The base of the rotation has been scaled."""
-    return {
-        **with_rms(facts),
-        "model_type": "hunyuan_v1_dense",
-        "hidden_act": "silu",
-        "attention_bias": has_bias(facts, "attn_q"),
-    }
-
-
 def glm4(facts: Facts) -> Configuration:
     """Files of its models that read images order the rows of heads differently."""
     if any(facts.numbers("rope.dimension_sections", [])):
@@ -189,15 +212,6 @@ def glm4(facts: Facts) -> Configuration:
         "attention_bias": has_bias(facts, "attn_q"),
         "pad_token_id": None,
     }
-
-
-def ernie4_5(facts: Facts) -> Configuration:
-    found = {**with_rms(facts), "model_type": "ernie4_5", "hidden_act": "silu"}
-    return {**found, "use_bias": has_bias(facts, "attn_q")}
-
-
-def arcee(facts: Facts) -> Configuration:
-    return {**with_rms(facts), "model_type": "arcee", "hidden_act": "relu2"}
 
 
 def exaone4(facts: Facts) -> Configuration:
@@ -212,14 +226,219 @@ def exaone4(facts: Facts) -> Configuration:
     }
 
 
-DENSE: Mapping[str, Callable[[Facts], Configuration]] = {
-    **{
-        make.__name__: make
-        for make in (
-            *(llama, mistral3, qwen2, qwen2vl, qwen3, qwen3vl, phi3, olmo2, smollm3),
-            *(granite, seed_oss, glm4, ernie4_5, arcee, exaone4),
+LOCAL_BASE = 10000.0  # the default base of rotation of layers with a window
+FINAL_CAP = 30.0  # the default cap of logits of Gemma 2 and 4; Gemma 3 has none
+BIG_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, which scale queries otherwise
+UNROTATED = 1e30  # frequencies of numbers that are not rotated are divided by this
+EXPERTS = "expert_feed_forward_length"
+
+
+def gemma2(facts: Facts) -> Configuration:
+    found = with_rms(facts)
+    layers = range(found["num_hidden_layers"])
+    return {
+        **found,
+        **_gemmas(facts, found),
+        "model_type": "gemma2",
+        "sliding_window": facts.whole("attention.sliding_window", 4096),
+        "layer_types": [FULL if index % 2 else SLIDING for index in layers],
+        "attn_logit_softcapping": facts.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": facts.real("final_logit_softcapping", FINAL_CAP),
+    }
+
+
+def gemma3(facts: Facts) -> Configuration:
+    """Five of six layers have a window, and their own rotation that is not scaled."""
+    found = with_rms(facts)
+    window = facts.whole("attention.sliding_window", 0)
+    layers = range(found["num_hidden_layers"])
+    cap = facts.real("final_logit_softcapping", 0.0)
+    base = facts.positive("rope.freq_base_swa", LOCAL_BASE)
+    return {
+        **found,
+        **_gemmas(facts, found),
+        "model_type": "gemma3_text",
+        "sliding_window": window or found["max_position_embeddings"],
+        "layer_types": [SLIDING if window and (index + 1) % 6 else FULL for index in layers],
+        "rope_parameters": {
+            FULL: found["rope_parameters"],
+            SLIDING: {"rope_type": "default", "rope_theta": base},
+        },
+        "final_logit_softcapping": cap or None,
+    }
+
+
+def _gemmas(facts: Facts, found: Configuration) -> Configuration:
+    """The scale of queries, by the head's width or the largest model's share, and the
+    activation."""
+    large = found["num_hidden_layers"] == BIG_GEMMA[facts.architecture]
+    width = found["hidden_size"] // found["num_attention_heads"] if large else found["head_dim"]
+    return {"query_pre_attn_scalar": width, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def gemma4(facts: Facts) -> Configuration:
+    """Windowed layers have other heads and rotations; the last may share keys, and each have own
+    inputs."""
+    facts.numbers("attention.sliding_window_pattern")
+    sizes, kinds = sizes_of(facts), pattern(facts, 6)
+    head, shared = sizes["head_dim"], facts.whole("attention.shared_kv_layers", 0)
+    local = facts.whole("attention.key_length_swa")
+    whole_values = facts.whole("attention.value_length_swa") == local
+    rotated = (
+        facts.whole("rope.dimension_count", head),
+        facts.whole("rope.dimension_count_swa", local),
+    )
+    if not whole_values or rotated != (head, local) or not 0 <= shared < facts.layers:
+        raise facts.refusal(
+            f"it rotates {rotated} numbers of heads of {head} and {local}, or its values are of "
+            f"another width, or {shared} layers read keys of others"
         )
-    },
-    "hunyuan-dense": hunyuan_dense,
-}
-"""Architecture of llama.cpp -> the function that makes its configuration."""
+    own, widths = (
+        facts.whole("embedding_length_per_layer_input"),
+        facts.each("feed_forward_length"),
+    )
+    wide = widths[-1] == 2 * widths[0]
+    expected = [
+        widths[0] * (1 + (wide and at >= facts.layers - shared)) for at in range(len(kinds))
+    ]
+    if widths != expected:
+        raise facts.refusal(f"its MLPs have the widths {sorted(set(widths))}")
+    key_heads = dict(zip(kinds, facts.each(KV_HEADS), strict=True))
+    if facts.each(KV_HEADS) != [key_heads[kind] for kind in kinds]:
+        raise facts.refusal("layers of one kind have several numbers of key heads")
+    last = [at for at in range(facts.layers - shared) if kinds[at] == FULL]
+    local_base = facts.positive("rope.freq_base_swa", LOCAL_BASE)
+    found = {
+        **sizes,
+        "model_type": "gemma4_text",
+        "rms_norm_eps": facts.epsilon("attention.layer_norm_rms_epsilon"),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": wide,
+        "head_dim": local,
+        "global_head_dim": head,
+        "num_key_value_heads": key_heads.get(SLIDING, key_heads.get(FULL)),
+        "num_global_key_value_heads": key_heads.get(FULL),
+        "num_kv_shared_layers": shared,
+        "attention_k_eq_v": any(f"blk.{at}.attn_v.weight" not in facts.tensors for at in last),
+        "sliding_window": facts.whole("attention.sliding_window"),
+        "layer_types": kinds,
+        "rope_parameters": {
+            FULL: _proportional(facts, head),
+            SLIDING: {"rope_type": "default", "rope_theta": local_base},
+        },
+        "final_logit_softcapping": facts.real("final_logit_softcapping", FINAL_CAP) or None,
+        "hidden_size_per_layer_input": own,
+    }
+    if own:
+        table = facts.need("per_layer_token_embd.weight")
+        found["vocab_size_per_layer_input"] = table.shape[0]
+    return {**found, **_experts(facts)}
+
+
+def _proportional(facts: Facts, head: int) -> Configuration:
+    """The rotation of full layers: only the first numbers of a head, with the whole's
+    frequencies."""
+    factors = numbers_of(facts.model, facts.need("rope_freqs.weight").name)
+    rotated = len(list(takewhile(lambda factor: factor == 1.0, factors)))
+    if len(factors) != head // 2 or any(factor < 0.99 * UNROTATED for factor in factors[rotated:]):
+        raise facts.refusal("its rope_freqs are other than 1 and infinite ones")
+    return {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 2 * rotated / head,
+        "rope_theta": facts.positive("rope.freq_base", BASE),
+    }
+
+
+def _experts(facts: Facts) -> Configuration:
+    """Experts next to the MLP; files of models without experts may still have their number."""
+    count, used = facts.whole("expert_count", 0), facts.whole("expert_used_count", 0)
+    width = facts.whole(EXPERTS, 0)
+    if "blk.0.ffn_gate_inp.weight" not in facts.tensors:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": count,
+        "top_k_experts": used,
+        "moe_intermediate_size": width,
+    }
+
+
+OLMO_EPSILON = 1e-5  # the epsilon of OLMo's norms, a constant of transformers
+
+
+def gpt2(facts: Facts) -> Configuration:
+    return {
+        **everywhere(facts),
+        "model_type": "gpt2",
+        "n_embd": facts.whole("embedding_length"),
+        "n_layer": facts.whole("block_count"),
+        "n_head": facts.whole(HEADS),
+        "n_positions": facts.whole("context_length"),
+        "n_inner": facts.whole("feed_forward_length"),
+        "layer_norm_epsilon": facts.epsilon("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    }
+
+
+def starcoder2(facts: Facts) -> Configuration:
+    return {
+        **common(facts),
+        "model_type": "starcoder2",
+        "norm_epsilon": facts.epsilon("attention.layer_norm_epsilon"),
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "sliding_window": None,
+        **dict.fromkeys(("residual_dropout", "embedding_dropout"), 0.0),
+    }
+
+
+def starcoder(facts: Facts) -> Configuration:
+    """One key head for all queries, or as many as query heads."""
+    heads = facts.whole(HEADS)
+    key_heads = facts.whole(KV_HEADS, heads)
+    if key_heads not in (1, heads):
+        raise facts.refusal(f"it has {key_heads} heads of keys for {heads} of queries")
+    return {
+        **gpt2(facts),
+        "model_type": "gpt_bigcode",
+        "multi_query": key_heads == 1,
+        "activation_function": "gelu_pytorch_tanh",
+    }
+
+
+def stablelm(facts: Facts) -> Configuration:
+    """Halves are parallel if an MLP has no norm, whatever the file's flag."""
+    facts.truth("use_parallel_residual", True)
+    return {
+        **common(facts),
+        "model_type": "stablelm",
+        "hidden_act": "silu",
+        "layer_norm_eps": facts.epsilon(EPSILON),
+        "use_qkv_bias": has_bias(facts, "attn_q"),
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in facts.tensors,
+        "qk_layernorm": False,
+        **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+    }
+
+
+def olmo(facts: Facts) -> Configuration:
+    """Norms have no weights."""
+    if (epsilon := facts.epsilon(EPSILON)) != OLMO_EPSILON:
+        raise facts.refusal(f"its norms have the epsilon {epsilon}, and OLMo's {OLMO_EPSILON}")
+    return {**common(facts), "model_type": "olmo", "hidden_act": "silu", "pad_token_id": None}
+
+
+def cohere2(facts: Facts) -> Configuration:
+    """Three of four layers have a window, and only they rotate."""
+    return {
+        **common(facts),
+        "model_type": "cohere2",
+        "hidden_act": "silu",
+        "layer_norm_eps": facts.epsilon(EPSILON),
+        "logit_scale": facts.positive("logit_scale"),
+        "sliding_window": facts.whole("attention.sliding_window"),
+        "layer_types": pattern(facts, 4),
+        "attention_bias": has_bias(facts, "attn_q"),
+    }

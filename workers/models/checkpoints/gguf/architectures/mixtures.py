@@ -1,7 +1,6 @@
 """Configurations of GGUF models with experts and attention only. The choice of experts is mostly in
 llama.cpp's code; keys that transformers' model does not support are refused."""
 
-from collections.abc import Callable, Mapping
 from math import prod
 
 from dovetail.workers.models.checkpoints.gguf.architectures.common import (
@@ -319,19 +318,3 @@ def minicpm3(facts: Facts) -> Configuration:
         "scale_depth": 1.4,
         "dim_model_base": 256,
     }
-
-
-MIXTURES: Mapping[str, Callable[[Facts], Configuration]] = {
-    **{
-        make.__name__: make
-        for make in (
-            *(qwen3moe, qwen3vlmoe, qwen2moe, olmoe, granitemoe, glm4moe, dots1),
-            *(deepseek2, minicpm3, llama4),
-        )
-    },
-    "gpt-oss": gpt_oss,
-    "ernie4_5-moe": ernie4_5_moe,
-    "minimax-m2": minimax_m2,
-    "hunyuan-moe": hunyuan_moe,
-}
-"""Architecture of llama.cpp -> function that makes its configuration."""

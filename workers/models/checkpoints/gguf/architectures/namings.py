@@ -1,10 +1,535 @@
-"""Architecture of llama.cpp -> the names of its tensors."""
+"""Names of tensors in GGUF files and in transformers, by llama.cpp's architectures, and their
+layouts."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
 
-from dovetail.workers.models.checkpoints.gguf.architectures.dense_namings import DENSE_NAMINGS
-from dovetail.workers.models.checkpoints.gguf.architectures.mixture_namings import MIXTURE_NAMINGS
-from dovetail.workers.models.checkpoints.gguf.architectures.naming import Naming
-from dovetail.workers.models.checkpoints.gguf.architectures.state_namings import STATE_NAMINGS
+GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+NOT_READ = frozenset(("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"))
+"""Factors of the rotation, which become part of the configuration."""
 
-NAMINGS: Mapping[str, Naming] = {**DENSE_NAMINGS, **MIXTURE_NAMINGS, **STATE_NAMINGS}
+ONE_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.(.+)")  # the end of the name of one expert's matrix
+
+
+class Tiled(Enum):
+    """Where value heads are in a tensor: a file has one for each key head, then the next for
+    each."""
+
+    ROWS = auto()
+    BEHIND_KEYS = auto()  # rows behind those of queries and keys
+    INPUTS = auto()
+    DECAYS = auto()
+
+
+class Stacks(Enum):
+    """The matrices of all experts of a layer in transformers' model."""
+
+    APART = auto()  # read as a checkpoint's, expert by expert
+    TURNED = auto()  # [experts, in, out], gates before ups
+    WOVEN = auto()  # [experts, in, out], gates and ups by turns
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names of an architecture, without the ends `.weight` and `.bias`."""
+
+    layer: Mapping[str, str]  # names of a layer's tensors, after `blk.N.` and `prefix` and `N.`
+    prefix: str = "model.layers."
+    outside: Mapping[str, str] = field(default_factory=lambda: GLOBAL)  # names of the other tensors
+    permuted: bool = False  # True if rows that are rotated together are neighbours
+    plus_one: bool = False  # True if weights of norms include the 1 that transformers adds
+    plain_norms: Sequence[str] = ()  # norms of a layer whose weights do not include that 1
+    tiled: Mapping[str, Tiled] = field(default_factory=dict)  # tensors of a layer with value heads
+    transposed: bool = False  # True if transformers has the matrices of layers as [in, out]
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Matrices of all experts of a layer, and the name of one expert's after `experts.N.`."""
+    expert_part: str = "mlp"
+    stacks: Stacks = Stacks.APART
+    bare: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of a layer, with their ends, that have no counterpart in transformers."""
+    single: Mapping[str, int] = field(default_factory=dict)
+    """Tensors of a layer that have one dimension more in transformers, of one number, and which."""
+    flat: Sequence[str] = ()  # tensors of a layer that have one dimension in transformers
+    logarithms: Sequence[str] = ()
+    """Tensors of which transformers has the logarithms of the negatives, with their ends."""
+    by_heads: Sequence[str] = ()  # stacked queries, keys and values, head by head in the model
+    latents: bool = False
+    """Matrices that make keys and values of latents are numbers, in files of one or two tensors."""
+
+    def in_file(self, name: str) -> str | None:
+        """Return a file's name for a tensor of transformers, or an expert's matrix; None if not
+        just one."""
+        stem, _, end = name.rpartition(".")
+        index, _, rest = name.removeprefix(self.prefix).partition(".")
+        if not name.startswith(self.prefix) or not index.isdecimal():
+            return _only(f"{own}.{end}" for own, theirs in self.outside.items() if theirs == stem)
+        stem = rest.rpartition(".")[0]
+        expert = ONE_EXPERT.search(stem)
+        names, wanted = (self.layer, stem) if expert is None else (self.experts, expert[1])
+        found = [own for own, theirs in self.bare.items() if theirs == rest]
+        found = found or [f"{own}.{end}" for own, theirs in names.items() if theirs == wanted]
+        return _only(f"blk.{index}.{own}" for own in found)
+
+
+def _only(names: Iterable[str]) -> str | None:
+    """The name, if there is one."""
+    found = [*names]
+    return found[0] if len(found) == 1 else None
+
+
+MERGED = "ffn_gate_up_exps"  # the gate and up matrices of all experts in one, gates first
+BOTH_UP, KEYS_UP, VALUES_UP = (f"self_attn.{part}_b_proj" for part in ("kv", "k", "v"))
+"""Names of matrices that make keys and values of latents; files alone have the last two."""
+UPPER, LOWER = "#upper", "#lower"
+"""Suffixes of two tensors of a file that are one of transformers', stacked, or for each key head
+its queries, keys and values above its gates."""
+
+
+ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+LLAMA = {**ATTENTION, **NORMS, **MLP}
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA2 = {**LLAMA, **POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+GATED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+CORRECTION = "e_score_correction_bias"
+GRANITE_MLP = {
+    "gate": f"shared_mlp.input_linear{UPPER}",
+    "up": f"shared_mlp.input_linear{LOWER}",
+    "down": "shared_mlp.output_linear",
+}
+"""The MLP that all rows of a Granite with experts share."""
+
+
+def shared_names(part: str) -> Mapping[str, str]:
+    """Return the names of the MLP of shared experts."""
+    linears = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    return {f"ffn_{name}_shexp": f"{part}.{linear}" for name, linear in linears.items()}
+
+
+FINAL = {**GLOBAL, "output_norm": "model.final_layernorm"}
+LATENT = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": BOTH_UP,
+    "attn_k_b": KEYS_UP,
+    "attn_v_b": VALUES_UP,
+    "attn_output": "self_attn.o_proj",
+}
+AFTER_ROPE = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+
+
+_PHI = {
+    **ATTENTION,
+    "attn_output": "self_attn.dense",
+    "attn_norm": "input_layernorm",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_GPT2 = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_TRANSFORMER = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_UNGATED = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+
+
+_GEMMA4 = {
+    **GEMMA2,
+    **HEAD_NORMS,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+}
+
+
+_QWEN35 = {
+    **ATTENTION,
+    **HEAD_NORMS,
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_DELTA: Mapping[str, Any] = {
+    "plus_one": True,
+    "plain_norms": ("ssm_norm",),
+    "tiled": {
+        "attn_qkv": Tiled.BEHIND_KEYS,
+        "ssm_conv1d": Tiled.BEHIND_KEYS,
+        **dict.fromkeys(("attn_gate", "ssm_beta", "ssm_alpha", "ssm_dt"), Tiled.ROWS),
+        "ssm_a": Tiled.DECAYS,
+        "ssm_out": Tiled.INPUTS,
+    },
+    "bare": {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    "single": {"ffn_gate_inp_shexp": 0, "ssm_conv1d": 1},
+}
+_SCAN: Mapping[str, Any] = {
+    "single": {"ssm_conv1d": 1},
+    "flat": ("ssm_a", "ssm_d", "ssm_norm"),
+    "logarithms": ("ssm_a",),
+}
+
+
+_MAMBA = ("in", "conv1d", "norm", "out")
+
+
+def _mamba(part: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """The names of Mamba-2: of tensors with suffixes, and of those without."""
+    names = ("in_proj", "conv1d", "norm", "out_proj")
+    bare = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
+    ended = {f"ssm_{own}": f"{part}.{name}" for own, name in zip(_MAMBA, names, strict=True)}
+    return ended, {own: f"{part}.{name}" for own, name in bare.items()}
+
+
+_BESIDE, _BARE_BESIDE = _mamba("mamba")
+_MIXERS, _BARE_MIXERS = _mamba("mixer")
+_FEED_FORWARD = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "pre_ff_layernorm",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+_NEMOTRON_H = {
+    **_MIXERS,
+    **{name: part.replace("self_attn", "mixer") for name, part in ATTENTION.items()},
+    "attn_norm": "norm",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+}
+_BACKBONE = {
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+}
+_LFM2 = {
+    **ATTENTION,
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_LFM2_OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+}
+
+
+NAMINGS: Mapping[str, Naming] = {
+    "llama": Naming(LLAMA, permuted=True),
+    "granite": Naming(LLAMA, permuted=True),
+    "smollm3": Naming(LLAMA, permuted=True),
+    "mistral3": Naming(LLAMA, permuted=True),
+    "arcee": Naming({**ATTENTION, **NORMS, **_UNGATED}, permuted=True),
+    "ernie4_5": Naming(LLAMA),
+    "hunyuan-dense": Naming({**LLAMA, **AFTER_ROPE}),
+    "seed_oss": Naming({**LLAMA, "post_attention_norm": "post_attention_layernorm"}),
+    "exaone4": Naming({**ATTENTION, **HEAD_NORMS, **MLP, **POST_NORMS}),
+    "glm4": Naming(
+        {
+            **ATTENTION,
+            **NORMS,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        }
+    ),
+    "cohere2": Naming({**ATTENTION, **MLP, "attn_norm": "input_layernorm"}),
+    "qwen2": Naming(LLAMA),
+    "qwen2vl": Naming(LLAMA),
+    "qwen3vl": Naming({**LLAMA, **HEAD_NORMS}),
+    "qwen3": Naming({**LLAMA, **HEAD_NORMS}),
+    "gemma": Naming(LLAMA, plus_one=True),
+    "gemma2": Naming(GEMMA2, plus_one=True),
+    "gemma3": Naming({**GEMMA2, **HEAD_NORMS}, plus_one=True),
+    "phi3": Naming(
+        {
+            **NORMS,
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        }
+    ),
+    "gpt2": Naming(_GPT2, prefix="transformer.h.", outside=_TRANSFORMER, transposed=True),
+    "starcoder": Naming(_GPT2, prefix="transformer.h.", outside=_TRANSFORMER),
+    "starcoder2": Naming({**ATTENTION, **NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "stablelm": Naming(LLAMA),
+    "phi2": Naming(_PHI, outside=FINAL),
+    "nemotron": Naming({**ATTENTION, **NORMS, **_UNGATED}, plus_one=True),
+    "jais2": Naming({**ATTENTION, **NORMS, **_UNGATED}),
+    "olmo": Naming({**ATTENTION, **MLP}, permuted=True),
+    "gptneox": Naming(
+        {
+            **NORMS,
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        prefix="gpt_neox.layers.",
+        outside={
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "lm_head",
+        },
+        by_heads=("attn_qkv",),
+    ),
+    "minicpm3": Naming({**NORMS, **MLP, **LATENT}, latents=True),
+    "olmo2": Naming({**ATTENTION, **HEAD_NORMS, **MLP, **POST_NORMS}),
+    "mixtral": Naming(
+        {**ATTENTION, **NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
+        permuted=True,
+        experts=MIXTRAL,
+        expert_part="block_sparse_moe",
+    ),
+    **dict.fromkeys(
+        ("qwen3moe", "qwen3vlmoe", "olmoe"),
+        Naming({**ATTENTION, **NORMS, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, experts=GATED),
+    ),
+    "hunyuan-moe": Naming(
+        {
+            **ATTENTION,
+            **NORMS,
+            **AFTER_ROPE,
+            **shared_names("mlp.shared_mlp"),
+            "ffn_gate_inp": "mlp.gate.wg",
+        },
+        experts=GATED,
+    ),
+    "llama4": Naming(
+        {
+            **ATTENTION,
+            **NORMS,
+            **{name: part.replace("mlp.", "feed_forward.") for name, part in MLP.items()},
+            **shared_names("feed_forward.shared_expert"),
+            "ffn_gate_inp": "feed_forward.router",
+        },
+        experts=GATED,
+        expert_part="feed_forward",
+        stacks=Stacks.TURNED,
+    ),
+    "qwen2moe": Naming(
+        {
+            **ATTENTION,
+            **NORMS,
+            **shared_names("mlp.shared_expert"),
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        },
+        experts=GATED,
+        single={"ffn_gate_inp_shexp": 0},
+    ),
+    "granitemoe": Naming(
+        {
+            **ATTENTION,
+            **NORMS,
+            **{f"ffn_{own}_shexp": name for own, name in GRANITE_MLP.items()},
+            "ffn_gate_inp": "block_sparse_moe.router",
+        },
+        permuted=True,
+        experts=GATED,
+        expert_part="block_sparse_moe",
+    ),
+    "glm4moe": Naming(
+        {
+            **LLAMA,
+            **HEAD_NORMS,
+            **shared_names("mlp.shared_experts"),
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.gate",
+        },
+        experts=GATED,
+        bare={"exp_probs_b.bias": f"mlp.gate.{CORRECTION}"},
+    ),
+    "dots1": Naming(
+        {**LLAMA, **HEAD_NORMS, **shared_names("mlp.shared_experts"), "ffn_gate_inp": "mlp.gate"},
+        experts=GATED,
+        bare={"exp_probs_b.bias": f"mlp.gate.{CORRECTION}"},
+    ),
+    "deepseek2": Naming(
+        {
+            **NORMS,
+            **MLP,
+            **shared_names("mlp.shared_experts"),
+            **LATENT,
+            "ffn_gate_inp": "mlp.gate",
+        },
+        experts=GATED,
+        bare={"exp_probs_b.bias": f"mlp.gate.{CORRECTION}"},
+        latents=True,
+    ),
+    "ernie4_5-moe": Naming(
+        {**LLAMA, **shared_names("mlp.shared_experts"), "ffn_gate_inp": "mlp.gate"},
+        experts=GATED,
+        bare={"exp_probs_b.bias": f"mlp.moe_statics.{CORRECTION}"},
+        single={"exp_probs_b": 0},
+    ),
+    "minimax-m2": Naming(
+        {**ATTENTION, **NORMS, **HEAD_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
+        experts=MIXTRAL,
+        expert_part="block_sparse_moe",
+        bare={"exp_probs_b.bias": f"block_sparse_moe.{CORRECTION}"},
+    ),
+    "gemma4": Naming(
+        _GEMMA4,
+        outside={
+            **GLOBAL,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        experts=GATED,
+        expert_part="",
+        bare={
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+    ),
+    "gpt-oss": Naming(
+        {
+            **ATTENTION,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        experts=GATED,
+        stacks=Stacks.WOVEN,
+        bare={"attn_sinks.weight": "self_attn.sinks"},
+    ),
+    "qwen3next": Naming(
+        {
+            **_QWEN35,
+            **shared_names("mlp.shared_expert"),
+            "attn_qkv": f"linear_attn.in_proj_qkvz{UPPER}",
+            "attn_gate": f"linear_attn.in_proj_qkvz{LOWER}",
+            "ssm_in": "linear_attn.in_proj_qkvz",
+            "ssm_ba": "linear_attn.in_proj_ba",
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        },
+        experts=GATED,
+        **{**_DELTA, "tiled": {}, "logarithms": ("ssm_a",)},
+    ),
+    "granitehybrid": Naming(
+        {
+            **ATTENTION,
+            **NORMS,
+            **_BESIDE,
+            **{f"ffn_{own}": name for own, name in GRANITE_MLP.items()},
+            **{f"ffn_{own}_shexp": name for own, name in GRANITE_MLP.items()},
+            "ffn_gate_inp": "block_sparse_moe.router",
+        },
+        permuted=True,
+        experts=GATED,
+        expert_part="block_sparse_moe",
+        bare=_BARE_BESIDE,
+        **_SCAN,
+    ),
+    "bamba": Naming(
+        {**ATTENTION, **_BESIDE, **_FEED_FORWARD},
+        outside=FINAL,
+        permuted=True,
+        bare=_BARE_BESIDE,
+        **_SCAN,
+    ),
+    "falcon-h1": Naming(
+        {**ATTENTION, **_BESIDE, **_FEED_FORWARD},
+        outside=FINAL,
+        bare={**_BARE_BESIDE, "ffn_norm": "pre_ff_layernorm.weight"},
+        **_SCAN,
+    ),
+    "nemotron_h": Naming(
+        _NEMOTRON_H,
+        prefix="backbone.layers.",
+        outside=_BACKBONE,
+        permuted=True,
+        bare=_BARE_MIXERS,
+        **_SCAN,
+    ),
+    "nemotron_h_moe": Naming(
+        {
+            **_NEMOTRON_H,
+            "ffn_gate_inp": "mixer.gate",
+            "ffn_up_shexp": "mixer.shared_experts.up_proj",
+            "ffn_down_shexp": "mixer.shared_experts.down_proj",
+            "ffn_latent_down": "mixer.fc1_latent_proj",
+            "ffn_latent_up": "mixer.fc2_latent_proj",
+        },
+        prefix="backbone.layers.",
+        outside=_BACKBONE,
+        permuted=True,
+        experts={"ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"},
+        expert_part="mixer",
+        bare={**_BARE_MIXERS, "exp_probs_b.bias": f"mixer.gate.{CORRECTION}"},
+        **_SCAN,
+    ),
+    "qwen35": Naming({**_QWEN35, **MLP}, **_DELTA),
+    "qwen35moe": Naming(
+        {
+            **_QWEN35,
+            **shared_names("mlp.shared_expert"),
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        },
+        experts=GATED,
+        **_DELTA,
+    ),
+    "lfm2": Naming(_LFM2, outside=_LFM2_OUTSIDE, single={"shortconv.conv": 1}),
+    "lfm2moe": Naming(
+        {**_LFM2, "ffn_gate_inp": "feed_forward.gate"},
+        outside=_LFM2_OUTSIDE,
+        experts=MIXTRAL,
+        expert_part="feed_forward",
+        bare={"exp_probs_b.bias": "feed_forward.expert_bias"},
+        single={"shortconv.conv": 1},
+    ),
+}
+"""Architecture of llama.cpp -> its names; Llama with experts is `mixtral`, and `bamba` one of
+`granitehybrid`."""

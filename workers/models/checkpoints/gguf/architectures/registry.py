@@ -2,18 +2,80 @@
 
 from collections.abc import Callable, Mapping
 
+from dovetail.workers.models.checkpoints.gguf.architectures import dense, mixtures, states
 from dovetail.workers.models.checkpoints.gguf.architectures.common import Configuration
-from dovetail.workers.models.checkpoints.gguf.architectures.dense import DENSE
-from dovetail.workers.models.checkpoints.gguf.architectures.gemma import GEMMAS
-from dovetail.workers.models.checkpoints.gguf.architectures.layer_normed import LAYER_NORMED
-from dovetail.workers.models.checkpoints.gguf.architectures.mixtures import MIXTURES
-from dovetail.workers.models.checkpoints.gguf.architectures.states import STATES
+from dovetail.workers.models.checkpoints.gguf.architectures.dense import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    plain,
+)
 from dovetail.workers.models.checkpoints.gguf.facts import Facts
 
 CONFIGURATIONS: Mapping[str, Callable[[Facts], Configuration]] = {
-    **DENSE,
-    **GEMMAS,
-    **LAYER_NORMED,
-    **MIXTURES,
-    **STATES,
+    "arcee": plain("arcee", "relu2"),
+    "cohere2": dense.cohere2,
+    "deepseek2": mixtures.deepseek2,
+    "dots1": mixtures.dots1,
+    "ernie4_5": plain("ernie4_5", biases={"use_bias": "attn_q"}),
+    "ernie4_5-moe": mixtures.ernie4_5_moe,
+    "exaone4": dense.exaone4,
+    "falcon-h1": states.falcon_h1,
+    "gemma": plain("gemma", "gelu_pytorch_tanh"),
+    "gemma2": dense.gemma2,
+    "gemma3": dense.gemma3,
+    "gemma4": dense.gemma4,
+    "glm4": dense.glm4,
+    "glm4moe": mixtures.glm4moe,
+    "gpt-oss": mixtures.gpt_oss,
+    "gpt2": dense.gpt2,
+    "gptneox": dense.gptneox,
+    "granite": dense.granite,
+    "granitehybrid": states.granitehybrid,
+    "granitemoe": mixtures.granitemoe,
+    "hunyuan-dense": plain("hunyuan_v1_dense", biases=ATTENTION_BIAS),  # its base is scaled
+    "hunyuan-moe": mixtures.hunyuan_moe,
+    "jais2": plain("jais2", "relu2", ATTENTION_BIAS | MLP_BIAS, epsilon="layer_norm_eps"),
+    "lfm2": states.lfm2,
+    "lfm2moe": states.lfm2moe,
+    "llama": dense.llama,
+    "llama4": mixtures.llama4,
+    "minicpm3": mixtures.minicpm3,
+    "minimax-m2": mixtures.minimax_m2,
+    "mistral3": dense.mistral3,
+    "nemotron": dense.nemotron,
+    "nemotron_h": states.nemotron_h,
+    "nemotron_h_moe": states.nemotron_h,
+    "olmo": dense.olmo,
+    "olmo2": dense.olmo2,
+    "olmoe": mixtures.olmoe,
+    "phi2": plain(
+        "phi",
+        "gelu_new",
+        epsilon="layer_norm_eps",
+        qk_layernorm=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attention_dropout=0.0,
+    ),
+    "phi3": dense.phi3,
+    "qwen2": dense.qwen2,
+    "qwen2moe": mixtures.qwen2moe,
+    "qwen2vl": dense.qwen2vl,
+    "qwen3": dense.qwen3,
+    "qwen35": states.qwen35,
+    "qwen35moe": states.qwen35moe,
+    "qwen3moe": mixtures.qwen3moe,
+    "qwen3next": states.qwen3next,
+    "qwen3vl": dense.qwen3vl,
+    "qwen3vlmoe": mixtures.qwen3vlmoe,
+    "seed_oss": plain(
+        "seed_oss",
+        biases={**ATTENTION_BIAS, "attention_out_bias": "attn_output", **MLP_BIAS},
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+    ),
+    "smollm3": dense.smollm3,
+    "stablelm": dense.stablelm,
+    "starcoder": dense.starcoder,
+    "starcoder2": dense.starcoder2,
 }

@@ -1,6 +1,5 @@
 """The configurations of GGUF files of models some or all of whose layers have a state."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from dovetail.workers.models.checkpoints.gguf.architectures.common import (
@@ -255,14 +254,3 @@ def _nemotron_experts(facts: Facts) -> Configuration:
         "n_group": facts.whole("expert_group_count", 1),
         "topk_group": facts.whole("expert_group_used_count", 1),
     }
-
-
-STATES: Mapping[str, Callable[[Facts], Configuration]] = {
-    **{
-        make.__name__: make
-        for make in (lfm2, lfm2moe, qwen3next, qwen35, qwen35moe, granitehybrid, nemotron_h)
-    },
-    "falcon-h1": falcon_h1,
-    "nemotron_h_moe": nemotron_h,
-}
-"""Architecture of llama.cpp -> function that makes its configuration."""

@@ -1,1 +1,0 @@
-"""Models that are loaded with a remembered proof."""
