@@ -1,15 +1,11 @@
 """Tries our functions on a device in a process of its own: `python -m
-dovetail.workers.models.backends.device.trial DEVICE SECONDS` reads names from stdin, proves and
-measures each, and answers with a line of JSON. It ends with stdin, after SECONDS without a name, or
-after an error of the device. `trying.py` starts it."""
+dovetail.workers.models.backends.device.trial DEVICE NAME` proves and measures the functions NAME,
+and prints the times as JSON; exit code 1 with the reason where they fail. `trying.py` starts it."""
 
 import json
 import os
-import select
 import sys
-from typing import IO
 
-from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.device import attention, choice, own_blocks, parts
 from dovetail.workers.models.substitutes import coded
@@ -19,7 +15,6 @@ CONTESTS = (
     *(attention.CONTEST, parts.CONTEST, *own_blocks.CONTESTS.values()),
 )
 """Every comparison between our functions and torch's."""
-LONGEST = 4096  # bytes of a question; one is asked at a time
 
 
 def main(device: str, name: str) -> str:
@@ -43,25 +38,10 @@ def here(device: str, name: str) -> bytes | str:
         return f"its trial ended: {error}"
 
 
-def answer(device: str, linger_s: float, answers: IO[str]) -> None:
-    """Make the trials that are asked for on stdin."""
-    while select.select([0], [], [], linger_s)[0] and (asked := os.read(0, LONGEST)):
-        spoilt = False
-        try:
-            found = {"measured": main(device, asked.decode().strip())}
-        except SystemExit as refusal:
-            found = {"refused": str(refusal)}
-        except RuntimeError as error:
-            found, spoilt = {"refused": f"its trial ended: {error}"}, True
-        answers.write(f"{json.dumps(found)}\n")
-        answers.flush()
-        if spoilt:
-            return
-        HELD.give_back()  # the worker needs it for weights
-
-
 if __name__ == "__main__":
     said = os.dup(1)
     os.dup2(2, 1)  # the output of libraries must not reach the reader of the result
-    with os.fdopen(said, "w", encoding="utf-8") as stdout:
-        answer(sys.argv[1], float(sys.argv[2]), stdout)
+    try:
+        os.write(said, main(*sys.argv[1:]).encode())
+    except RuntimeError as error:
+        raise SystemExit(f"its trial ended: {error}") from None
