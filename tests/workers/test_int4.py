@@ -24,7 +24,7 @@ from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.rows import Rows
-from dovetail.workers.models.checkpoints.quantised.stacks import Stack
+from dovetail.workers.models.checkpoints.quantised.searched import Stack
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.parity.card import card_of
 from support.architectures import write_tiny
@@ -165,7 +165,7 @@ def test_a_model_is_transformers_of_what_its_blocks_stand_for(
     for file in kept_files(caches):
         name, _, kind = file.stem.rpartition(".")
         number = next(number for number, known in KINDS.items() if known.name == kind)
-        blocks = load_file(file)["blocks"]
+        blocks = load_file(file)["blocks"].squeeze(0)
         numbers = Rows(number, blocks.flatten(0, -2)).numbers().view(*blocks.shape[:-1], -1)
         own, instead = parameters[name], as_transformers_has(numbers, name, family)
         assert own.shape == instead.shape

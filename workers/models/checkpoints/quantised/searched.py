@@ -4,11 +4,17 @@ not divide their width; head and tables, which matter most, Q6_K or Q8_0; what 3
 stays."""
 
 import hashlib
+import json
 import logging
-from collections.abc import Callable
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -17,18 +23,127 @@ from torch import Tensor, nn
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.files import cache_folder, refusal, tidy
 from dovetail.workers.kernels.blocks import search
-from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, load_tensors, save_tensors
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.checkpoints.gguf.rows import Rows
 from dovetail.workers.models.checkpoints.loader import Skeleton
 from dovetail.workers.models.checkpoints.pieces import UnreadStack
-from dovetail.workers.models.checkpoints.quantised.stacks import Stack, check_of
 from dovetail.workers.models.families.matrices import (
     expert_layouts,
     layer_matrices,
     tables_and_head,
 )
 from dovetail.workers.progress import count_bytes
+
+NUMBER_BYTES = 8  # bytes of the length of the header, and of each checksum
+
+
+class Stack:
+    """The blocks of one matrix, or of a layer's experts, in one safetensors file: blocks [matrices,
+    out, bytes] and a checksum of each. They are searched for and read one at a time."""
+
+    def __init__(
+        self,
+        file: Path | None,
+        shape: tuple[int, int, int],
+        find: Callable[[int], Tensor],
+        *,
+        stored_bytes: int,
+        not_kept: Callable[[Path, OSError], None],
+    ) -> None:
+        """`file`: the cache, or None. `shape`: [experts, out, bytes]. `find` searches for one's
+        blocks. `stored_bytes`: what the checkpoint need not read with a cache. `not_kept` reports
+        write errors."""
+        self._path, self._shape, self._find = file, shape, find
+        self._stored_bytes, self._not_kept = stored_bytes, not_kept
+        self._there = False
+        self._lock = Lock()
+        count, outputs, width = shape
+        self._size, checks = outputs * width, count * NUMBER_BYTES
+        blocks = count * self._size
+        own = {"dtype": "U8", "shape": shape, "data_offsets": (0, blocks)}
+        rest = {"dtype": "I64", "shape": (count,), "data_offsets": (blocks, blocks + checks)}
+        entries = {"blocks": own, "checks": rest}
+        content = json.dumps(entries).encode()
+        content += b" " * (-len(content) % NUMBER_BYTES)
+        self._header = len(content).to_bytes(NUMBER_BYTES, "little") + content
+        self._whole = len(self._header) + blocks + checks
+
+    def content(self, index: int) -> Tensor:
+        """Return an expert's blocks uint8 [out, bytes]; `CheckpointError` if the file is removed or
+        cut."""
+        with self._lock:
+            self._open()
+        if (path := self._path) is None:
+            return self._find(index)
+        try:
+            with path.open("rb", buffering=0) as source:
+                found = bytearray(self._read(source, index))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read any more ({refusal(error, writes=False)}): start again"
+            ) from None
+        return torch.frombuffer(found, dtype=torch.uint8).view(self._shape[1:])
+
+    def _open(self) -> None:
+        if self._path is None or self._there:
+            return
+        try:
+            if not (self._path.is_file() and self._is_whole(self._path)):
+                self._make(self._path)
+        except OSError as error:
+            self._not_kept(self._path.parent, error)
+            self._path = None
+        self._there = True
+
+    def _is_whole(self, path: Path) -> bool:
+        """Return whether an existing file can be used; log why not."""
+        with path.open("rb", buffering=0) as source:
+            found = source.read(len(self._header)), os.fstat(source.fileno()).st_size
+            if found != (self._header, self._whole):
+                why = "it holds blocks of other matrices, or not all"
+            elif self._checks(source) != [*self._computed(source)]:
+                why = "it is not what was written"
+            else:
+                count_bytes(self._stored_bytes)
+                return True
+        log.warning("%s is made again: %s", path, why)
+        return False
+
+    def _make(self, path: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made, checks = Path(folder) / path.name, []
+            with made.open("wb") as file:
+                file.write(self._header)
+                for index in range(self._shape[0]):
+                    content = self._find(index).contiguous().numpy().data
+                    file.write(content)
+                    checks.append(self._check(index, content))
+                file.write(torch.tensor(checks, dtype=torch.int64).numpy().tobytes())
+            made.replace(path)
+
+    def _read(self, source: FileIO, index: int) -> bytes:
+        found = os.pread(source.fileno(), self._size, len(self._header) + index * self._size)
+        if len(found) != self._size:
+            raise OSError(None, "it has been cut")
+        return found
+
+    def _checks(self, source: FileIO) -> list[int]:
+        size = self._shape[0] * NUMBER_BYTES
+        found = bytearray(os.pread(source.fileno(), size, self._whole - size))
+        checks: list[int] = torch.frombuffer(found, dtype=torch.int64).tolist()
+        return checks
+
+    def _computed(self, source: FileIO) -> Iterator[int]:
+        return (self._check(i, self._read(source, i)) for i in range(self._shape[0]))
+
+    def _check(self, index: int, content: bytes | memoryview) -> int:
+        """Return a checksum of blocks, their file and folder (named by checkpoint), and their
+        number."""
+        assert self._path is not None
+        name = f"{self._path.parent.name}/{self._path.name} {index}"
+        return zlib.crc32(content, zlib.crc32(name.encode()))
+
 
 SEARCH = "search-1"  # version of the search and its types: part of fingerprints and cache names
 TYPES = ("int4-int8", "int4-fp32")  # types that are searched for, with their activations
@@ -74,15 +189,16 @@ class Searched:
         end = name in self._ends
         if not (end or name in self._layers) or (kind := int4_kind(width, end=end)) is None:
             return None
-        shape = (count, KINDS[kind].size_of((width,)))
         stored = (self._skeleton.stored or {}).get(name, name)  # a tied head is stored once
-        content = self._kept(stored, kind, shape)
-        if content is None:
-            content = _found(name, kind, self._numbers(name, weight))
-            self._keep(stored, kind, content)
-        elif stored in self._tensors:
-            count_bytes(self._tensors[stored].size_bytes)
-        return Rows(kind, content)
+        held = self._tensors.get(stored)
+        stack = Stack(
+            self._file(stored, kind),
+            (1, count, KINDS[kind].size_of((width,))),
+            lambda _: _found(name, kind, self._numbers(name, weight)),
+            stored_bytes=0 if held is None else held.size_bytes,
+            not_kept=self._give_up,
+        )
+        return Rows(kind, stack.content(0))
 
     def experts(self, name: str) -> UnreadStack:
         """Return a stack's experts, to be read one by one, as blocks if possible."""
@@ -98,7 +214,7 @@ class Searched:
             (count, outputs, KINDS[kind].size_of((inputs,))),
             lambda index: _found(name, kind, layout.rows(own.numbers(index))),
             stored_bytes=count * own.size_bytes,
-            not_kept=_not_kept,
+            not_kept=self._give_up,
         )
         return UnreadStack(
             lambda index: layout.stored(Rows(kind, stack.content(index)).numbers()),
@@ -117,40 +233,17 @@ class Searched:
             return None
         return self._folder / f"{name}.{KINDS[kind].name}.safetensors"
 
-    def _kept(self, name: str, kind: int, shape: tuple[int, int]) -> Tensor | None:
-        """Return a matrix's cached blocks; None without any, or with damaged ones, which is
-        logged."""
-        file = self._file(name, kind)
-        if file is None or not file.is_file():
-            return None
-        try:
-            tensors = load_tensors(file)
-            content, check = tensors["blocks"], tensors["check"]
-            if content.dtype != torch.uint8 or tuple(content.shape) != shape:
-                raise ValueError("it holds blocks of another matrix")
-            if check.tolist() != [check_of(file, content.numpy().data)]:
-                raise ValueError("it is not what was written")
-        except (CheckpointError, KeyError, ValueError) as error:
-            log.warning("%s is made again: %s", file, error)
-            return None
-        return content
-
-    def _keep(self, name: str, kind: int, content: Tensor) -> None:
-        """Store the blocks of a matrix; log the first failure."""
-        if (file := self._file(name, kind)) is None:
-            return
-        try:
-            check = torch.tensor([check_of(file, content.numpy().data)], dtype=torch.int64)
-            save_tensors(file, {"blocks": content, "check": check})
-        except OSError as error:
-            _not_kept(file.parent, error)
-            self._folder = None
+    def _give_up(self, folder: Path, error: OSError) -> None:
+        """Cache no more; log the first failure."""
+        if self._folder is not None:
+            _not_kept(folder, error)
+        self._folder = None
 
 
 def _open_folder(digest: str) -> Path | None:
     """Return the folder of a checkpoint's cached blocks, which only this user can read."""
     whole = cache_folder() / FOLDER
-    folder = whole / hashlib.sha256(f"{digest}\0{SEARCH}".encode()).hexdigest()[:32]
+    folder = whole / hashlib.sha256(f"{digest}\0{SEARCH}\0stacks".encode()).hexdigest()[:32]
     try:
         if not folder.is_absolute():
             raise FileNotFoundError(2, "this user has no home, and XDG_CACHE_HOME names no folder")
