@@ -25,8 +25,9 @@ from dovetail.workers.devices.registry import Memory, memory_of
 from dovetail.workers.models.backends import placement
 from dovetail.workers.models.backends.placement import substitute_bytes
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, Sizes, has_sizes, sizes_of
-from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, NOT_THERE, why_no_folder
+from dovetail.workers.models.checkpoints.architecture import NOT_THERE, why_no_folder
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.files import MODEL_FILES
 from dovetail.workers.models.checkpoints.footprint import (
     read_tensors,
     tables_lacking,

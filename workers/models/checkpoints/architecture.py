@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.files import MODEL_FILES, shown
 from dovetail.workers.models.checkpoints.quantised.schemes import refuse_scheme
 
 REMEDY = "take a model of another architecture, such as Llama, Qwen3, Mistral, Gemma 2 or Phi-3"
-MODEL_FILES = (
-    "a model is a GGUF file, or a folder with config.json, tokenizer.json and *.safetensors"
-)
 NOT_THERE = (
     "is not there: name an existing folder or GGUF file, or a hub id (OWNER/NAME, or "
     "OWNER/NAME/FILE.gguf)"
@@ -77,7 +75,6 @@ UNREAD = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), ASSISTANT),
 }
 """Why some model types are unsupported although they look supported."""
-LONGEST_SHOWN = 60  # characters of a value that an error shows
 
 
 def why_no_folder(source: str) -> str:
@@ -263,17 +260,3 @@ def why_not(config: Any, model_class: Any) -> str:
             "token trees need other ones"
         )
     return f"a trial with the attention that token trees need fails within transformers' {name}"
-
-
-def shown(value: object) -> str:
-    """A value as an error shows it."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
-
-
-def reason(error: BaseException) -> str:
-    """Return an error's first lines as one: some libraries begin with only the location."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = str(error).removeprefix("Error while deserializing header: ")
-    return " ".join(" ".join(text.split("\n")[:3]).split())[:300] or type(error).__name__

@@ -17,11 +17,7 @@ from torch import Tensor
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import TokenTable
-from dovetail.workers.models.checkpoints.architecture import (
-    reason,
-    refuse_content,
-    refuse_elsewhere,
-)
+from dovetail.workers.models.checkpoints.architecture import refuse_content, refuse_elsewhere
 from dovetail.workers.models.checkpoints.composite import renamed, text_part
 from dovetail.workers.models.checkpoints.digests import (
     DigestSource,
@@ -32,7 +28,13 @@ from dovetail.workers.models.checkpoints.digests import (
     known_digest,
     refuse_changed,
 )
-from dovetail.workers.models.checkpoints.files import read_bytes, read_json, unreadable
+from dovetail.workers.models.checkpoints.files import (
+    damaged,
+    read_bytes,
+    read_json,
+    reason,
+    unreadable,
+)
 from dovetail.workers.models.checkpoints.gguf.facts import Facts
 from dovetail.workers.models.checkpoints.gguf.placing import TRANSPOSE, naming_of
 from dovetail.workers.models.checkpoints.gguf.rows import UNPACK, Pile, Rows
@@ -192,9 +194,7 @@ def tensor_names(file: Path) -> list[str]:
         with safe_open(file, framework="pt") as content:
             return sorted(content.keys())
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is not a complete safetensors file ({reason(error)}); fetch the model again"
-        ) from None
+        raise damaged(f"{file} is not a complete safetensors file ({reason(error)})") from None
 
 
 def _read_headers(folder: Path) -> tuple[list[DigestSource], dict[str, Stored]]:
@@ -272,10 +272,7 @@ def weight_files(folder: Path) -> list[Path]:
         )
     others = sorted(f.name for f in folder.glob("*.safetensors"))
     beside = f", though it has {others[0]}" if others else ""
-    raise CheckpointError(
-        f"{folder} has no model.safetensors and no model.safetensors.index.json{beside}; fetch "
-        "the model again"
-    )
+    raise damaged(f"{folder} has no model.safetensors and no model.safetensors.index.json{beside}")
 
 
 def _indexed_files(folder: Path, index: Path) -> list[Path]:
@@ -285,23 +282,17 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
         or not weight_map
         or not all(isinstance(f, str) for f in weight_map.values())
     ):
-        raise CheckpointError(f"{index} has no weight_map of tensor files; fetch the model again")
+        raise damaged(f"{index} has no weight_map of tensor files")
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index} names {name!r}, which is not a safetensors file beside it; fetch the "
-                "model again"
-            )
+            raise damaged(f"{index} names {name!r}, which is not a safetensors file beside it")
         if not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder / name} is missing, although {index.name} lists it; fetch the model again"
-            )
+            raise damaged(f"{folder / name} is missing, although {index.name} lists it")
         held = set(tensor_names(folder / name))
         absent = sorted(t for t, f in weight_map.items() if f == name and t not in held)
         if absent:
-            raise CheckpointError(
-                f"{folder / name} lacks tensor {absent[0]}, although {index.name} lists it; "
-                "fetch the model again"
+            raise damaged(
+                f"{folder / name} lacks tensor {absent[0]}, although {index.name} lists it"
             )
     return [folder / name for name in names]

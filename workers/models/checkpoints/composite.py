@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.files import damaged
 
 T = TypeVar("T")
 
@@ -81,9 +81,6 @@ def renamed(content: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T
         for beginning, alone in beginnings.items():
             name = re.sub(beginning, alone, name)
         if name in found:
-            raise CheckpointError(
-                f"tensor {name} of the language model is there twice, once as {stored}; "
-                "fetch the model again"
-            )
+            raise damaged(f"tensor {name} of the language model is there twice, once as {stored}")
         found[name] = tensor
     return found

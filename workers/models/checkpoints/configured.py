@@ -19,17 +19,15 @@ from dovetail.workers.models import attention, transformers
 from dovetail.workers.models.checkpoints.architecture import (
     REMEDY,
     bidirectional,
-    reason,
     refuse_config,
     refuse_content,
     refuse_unknown,
-    shown,
     why_not,
 )
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import is_composite, text_part
 from dovetail.workers.models.checkpoints.context import limit_context
-from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.files import damaged, read_json, reason, shown
 from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 
 CORRECT = "correct it, or take the config.json that belongs to the weights"
@@ -49,9 +47,9 @@ def configured(checkpoint: Checkpoint) -> Any:
     layers = config.num_hidden_layers
     if layers > len(checkpoint.tensors):  # and as many empty layers are not built first
         found = len(checkpoint.tensors)
-        raise CheckpointError(
+        raise damaged(
             f"{checkpoint.folder} has {found} tensors in all, where its config.json calls for "
-            f"{layers} layers; fetch the model again"
+            f"{layers} layers"
         )
     model = built(config, file)
     refuse_misshapen(model, checkpoint)
@@ -320,9 +318,9 @@ def refuse_misshapen(model: Any, checkpoint: Checkpoint) -> None:
     for name, tensor in model.state_dict().items():
         stored = checkpoint.tensors.get(name)
         if stored is not None and stored.shape != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{checkpoint.folder}: tensor {name} has the shape {list(stored.shape)}, "
-                f"where config.json calls for {list(tensor.shape)}; fetch the model again"
+            raise damaged(
+                f"{checkpoint.folder}: tensor {name} has the shape {list(stored.shape)}, where "
+                f"config.json calls for {list(tensor.shape)}"
             )
         if stored is not None and tensor.is_floating_point() and stored.kind not in FLOAT_TYPES:
             raise CheckpointError(

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.files import cache_folder, tidy
+from dovetail.workers.models.checkpoints.files import damaged
 from dovetail.workers.progress import loading
 
 if TYPE_CHECKING:
@@ -288,9 +289,7 @@ def _read_file(
                     read(len(block))
             refuse_changed(source.path, source.identity, file)
     except OSError as error:
-        raise CheckpointError(
-            f"{source.path} cannot be read ({error.strerror or error}); fetch the model again"
-        ) from None
+        raise damaged(f"{source.path} cannot be read ({error.strerror or error})") from None
 
 
 def read_full(file: Any, block: memoryview) -> int:

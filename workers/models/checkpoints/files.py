@@ -7,36 +7,52 @@ from typing import Any
 
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, reason, shown
 
+MODEL_FILES = (
+    "a model is a GGUF file, or a folder with config.json, tokenizer.json and *.safetensors"
+)
+LONGEST_SHOWN = 60  # characters of a value that an error shows
 MAX_FILE_BYTES = MAX_ARRAY_BYTES  # largest configuration or tokenizer: twice the largest known
+
+
+def damaged(text: str) -> CheckpointError:
+    """Return the error for a model folder of which a part is missing or wrong."""
+    return CheckpointError(f"{text}; fetch the model again")
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def reason(error: BaseException) -> str:
+    """Return an error's first lines as one: some libraries begin with only the location."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error).removeprefix("Error while deserializing header: ")
+    return " ".join(" ".join(text.split("\n")[:3]).split())[:300] or type(error).__name__
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; `CheckpointError` if the file holds none."""
     text = read_bytes(file)
     if not text.strip():
-        raise CheckpointError(f"{file} is empty; fetch the model again")
+        raise damaged(f"{file} is empty")
     try:
         content = json.loads(text)
     except UnicodeDecodeError as error:
-        raise CheckpointError(
-            f"{file} is not UTF-8 text: byte {error.start} is 0x{text[error.start]:02x}; fetch "
-            "the model again"
+        raise damaged(
+            f"{file} is not UTF-8 text: byte {error.start} is 0x{text[error.start]:02x}"
         ) from None
     except json.JSONDecodeError as error:
-        raise CheckpointError(
-            f"{file} is not JSON ({error.msg}, line {error.lineno} column {error.colno}); fetch "
-            "the model again"
+        raise damaged(
+            f"{file} is not JSON ({error.msg}, line {error.lineno} column {error.colno})"
         ) from None
     except (ValueError, RecursionError):
-        raise CheckpointError(
-            f"{file} is nested too deeply, or has a number that is too long; fetch the model again"
-        ) from None
+        raise damaged(f"{file} is nested too deeply, or has a number that is too long") from None
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{file} holds no JSON object but {shown(content)}; fetch the model again"
-        )
+        raise damaged(f"{file} holds no JSON object but {shown(content)}")
     return content
 
 
@@ -52,7 +68,7 @@ def read_bytes(file: Path) -> bytes:
     except OSError as error:
         raise unreadable(file, error) from None
     if len(content) > MAX_FILE_BYTES:
-        raise CheckpointError(f"{file} exceeds {MAX_FILE_BYTES >> 20} MiB; fetch the model again")
+        raise damaged(f"{file} exceeds {MAX_FILE_BYTES >> 20} MiB")
     return content
 
 

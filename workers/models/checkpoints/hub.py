@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.architecture import NOT_THERE, reason, why_no_folder
+from dovetail.workers.models.checkpoints.architecture import NOT_THERE, why_no_folder
+from dovetail.workers.models.checkpoints.files import reason
 from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import models_in, parts_of
 

@@ -21,7 +21,7 @@ from dovetail.workers.models import attention, transformers
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import renaming
 from dovetail.workers.models.checkpoints.configured import configured, for_text, quiet, said_by
-from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.files import damaged, read_json
 from dovetail.workers.models.checkpoints.gguf.rows import Pile, Rows, keep_rows, rows_of
 from dovetail.workers.models.checkpoints.gguf.tensors import name_in_file
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
@@ -271,9 +271,9 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         count(size)
     checkpoint.refuse_changed()
     if missing := sorted(info["missing_keys"]):
-        raise CheckpointError(
+        raise damaged(
             f"{checkpoint.source} lacks tensor {missing[0]}{others(missing)}, which its "
-            "config.json calls for; fetch the model again"
+            "config.json calls for"
         )
     _report_superfluous(checkpoint, info["unexpected_keys"])
     model.requires_grad_(False)

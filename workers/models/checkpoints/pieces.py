@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.files import damaged
 from dovetail.workers.models.checkpoints.gguf.kinds import MXFP4
 from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows
 from dovetail.workers.models.checkpoints.gguf.tensors import contents_of
@@ -148,9 +149,8 @@ class Pieces:
         try:
             yield
         except ValueError as error:
-            raise CheckpointError(
-                f"{self.tensors[pieces[1]].file}: {error} in tensor {pieces[1]}; fetch the model "
-                "again"
+            raise damaged(
+                f"{self.tensors[pieces[1]].file}: {error} in tensor {pieces[1]}"
             ) from None
 
     def refuse_misshapen(
@@ -161,9 +161,8 @@ class Pieces:
         missing = [piece for name in self.shapes for piece in self._missing(name)]
         if missing:
             named = own_names(missing)
-            raise CheckpointError(
-                f"{folder} lacks tensor {named[0]}{others(named)}, which its config.json calls "
-                "for; fetch the model again"
+            raise damaged(
+                f"{folder} lacks tensor {named[0]}{others(named)}, which its config.json calls for"
             )
         for name in self.shapes:
             for piece, shape in self._shaped(name):
@@ -189,9 +188,9 @@ class Pieces:
     def _refuse_piece(self, piece: str, shape: Sequence[int], folder: Path) -> None:
         stored = self.tensors[piece]
         if stored.shape != tuple(shape):
-            raise CheckpointError(
+            raise damaged(
                 f"{folder}: tensor {piece} has the shape {list(stored.shape)}, where config.json "
-                f"calls for {list(shape)}; fetch the model again"
+                f"calls for {list(shape)}"
             )
         coded = piece.endswith((BLOCKS, EXPONENTS))
         if stored.kind not in (CODE_TYPES if coded else FLOAT_TYPES):

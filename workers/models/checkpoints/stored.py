@@ -13,7 +13,7 @@ from dovetail.workers.models.checkpoints.digests import (
     read_full,
     refuse_changed,
 )
-from dovetail.workers.models.checkpoints.files import unreadable
+from dovetail.workers.models.checkpoints.files import damaged, unreadable
 from dovetail.workers.progress import count_bytes
 
 FLOAT_TYPES = {
@@ -90,10 +90,7 @@ class Stored:
             raise self._unreadable(name)
 
     def _unreadable(self, name: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers; "
-            "fetch the model again"
-        )
+        return damaged(f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers")
 
     def not_finite(self, name: str) -> CheckpointError:
         """Return the error for NaN or infinite values."""

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.files import damaged
 
 PACKABLE_BITS = (2, 4, 8)  # bits of a code, of which words of 32 bits hold a whole number
 AWQ_LAYOUTS = ("gemm", "exllama", "ipex")  # AWQ's `version`s with the same layout
@@ -67,7 +68,7 @@ def refuse_scheme(content: Mapping[str, Any], folder: object) -> None:
     try:
         scheme_of(content)
     except FieldError as error:
-        raise CheckpointError(f"{folder}/config.json: {error}; fetch the model again") from None
+        raise damaged(f"{folder}/config.json: {error}") from None
     except ValueError as error:
         raise CheckpointError(
             f"{folder} is quantised ({str(error)[:100]}) in a way that is not read; take the "

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.digests import all_finite
+from dovetail.workers.models.checkpoints.files import damaged
 from dovetail.workers.models.checkpoints.quantised import codes
 from dovetail.workers.models.checkpoints.quantised.schemes import (
     Matrix,
@@ -84,10 +85,9 @@ class CodedTensor(Stored):
     def _check_groups(self, groups: Tensor, count: int) -> None:
         low, high = int(groups.min()), int(groups.max())
         if low < 0 or high >= count:
-            raise CheckpointError(
+            raise damaged(
                 f"{self.file}: tensor {self.parts['groups'][0]} names group "
-                f"{low if low < 0 else high}, and its matrix has the groups 0 to {count - 1}; "
-                "fetch the model again"
+                f"{low if low < 0 else high}, and its matrix has the groups 0 to {count - 1}"
             )
 
 
