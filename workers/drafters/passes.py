@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices.memory import is_out_of_memory, without_graphs
-from dovetail.workers.models.backends.device.levels import DeviceRanking
-from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.backends.device.levels import AskedRows
 from dovetail.workers.speculation.growth import Nodes
 
 EMPTY = torch.empty(0)
@@ -121,17 +120,11 @@ def read_alone(steps: Generator[Any, Any, ResultT], compute: Compute) -> ResultT
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(AskedRows):
     """Rows of one session for a model or a head."""
 
-    tokens: Tensor  # int64 [N]; `positions` likewise
-    positions: Tensor
-    segment: Segment
-    wanted: int  # the number of last rows whose results are wanted
     kind: Hashable = None
     features: Tensor = EMPTY  # [N, W], for a head
-    ranking: DeviceRanking | None = None
-    """The ranking of the children of the wanted rows, for a captured pass; None: the host ranks."""
 
     @property
     def count(self) -> int:

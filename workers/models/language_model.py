@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import Routing
-from dovetail.workers.models.backends.device.levels import Captured, LevelRows, Ranked
+from dovetail.workers.models.backends.device.levels import AskedRows, Captured, Ranked
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
@@ -112,7 +112,7 @@ class LanguageModel:
         return isinstance(self._back_end, Captured) and self._back_end.captures
 
     @torch.inference_mode()
-    def levels_of(self, parts: Sequence[LevelRows]) -> Sequence[Ranked | None]:
+    def levels_of(self, parts: Sequence[AskedRows]) -> Sequence[Ranked | None]:
         """Return the results of each part's wanted rows by a captured pass; None: not captured."""
         if not isinstance(self._back_end, Captured):
             return [None] * len(parts)

@@ -3,9 +3,9 @@ children, ranked within the captured pass, to copy few numbers back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -237,39 +237,16 @@ def fixed_rows(
     return FixedRows(turn(inputs["positions"]), cached, slots, seen, by=by, turns=turns)
 
 
-class LevelRows(Protocol):
-    """Rows of one session: of a level of its tree, or the few that were added to its log."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """int64 [N]."""
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 [N]."""
-
-    @property
-    def segment(self) -> Segment:
-        """The slots of the rows, and the slots they see."""
-
-    @property
-    def wanted(self) -> int:
-        """How many of the last rows' results are wanted."""
-
-    @property
-    def ranking(self) -> DeviceRanking | None:
-        """The ranking of the children of the wanted rows; None: the host computes it."""
-
-
 @dataclass(frozen=True)
 class AskedRows:
-    """The rows of a call of a back end, as `LevelRows`."""
+    """Rows of one session: of a level of its tree, or the few that were added to its log."""
 
-    tokens: Tensor
+    tokens: Tensor  # int64 [N]; `positions` likewise
     positions: Tensor
-    segment: Segment
-    wanted: int
-    ranking: DeviceRanking | None = None
+    segment: Segment  # the slots of the rows, and the slots they see
+    wanted: int  # the number of last rows whose results are wanted
+    ranking: DeviceRanking | None = field(default=None, kw_only=True)
+    """The ranking of the children of the wanted rows, for a captured pass; None: the host ranks."""
 
 
 @dataclass(eq=False)
@@ -293,7 +270,7 @@ class Levels:
             return False
         return isinstance(segment.cache, ArenaCache) and segment.cache.states is None
 
-    def compute(self, states: Tensor, parts: Sequence[LevelRows]) -> list[Ranked]:
+    def compute(self, states: Tensor, parts: Sequence[AskedRows]) -> list[Ranked]:
         """Return the results of the wanted rows of each part, for states float32 [T, hidden] of all
         rows on the CPU: one copy in, one launch, one copy out if children are ranked."""
         caches = [part.segment.cache for part in parts]
@@ -309,7 +286,7 @@ class Levels:
             first += count
         return found
 
-    def _pass(self, states: Tensor, parts: Sequence[LevelRows], *, placed: bool) -> list[Ranked]:
+    def _pass(self, states: Tensor, parts: Sequence[AskedRows], *, placed: bool) -> list[Ranked]:
         """Compute parts in one pass; unless `placed`, there is one part."""
         rankings, segments, rows = list[DeviceRanking | None](), list[Segment](), list[slice]()
         firsts, count = list[tuple[int, DeviceRanking | None]](), 0
@@ -377,16 +354,15 @@ class Captured(ABC):
         """Return whether levels of trees are captured."""
         return self.levels is not None
 
-    def levels_of(self, parts: Sequence[LevelRows]) -> Sequence[Ranked | None]:
+    def levels_of(self, parts: Sequence[AskedRows]) -> Sequence[Ranked | None]:
         """Return the ranked children of each part's wanted rows; None if it is not a level."""
         if self.levels is None:
             return [None] * len(parts)
-        own, places, found = list[LevelRows](), list[int](), list[Ranked | None]()
+        own, places, found = list[AskedRows](), list[int](), list[Ranked | None]()
         for place, part in enumerate(parts):
             segment = self._own(part.segment)
             if self.levels.covers(segment):
-                how = part.tokens, part.positions, segment, part.wanted, part.ranking
-                own.append(AskedRows(*how))
+                own.append(replace(part, segment=segment))
                 places.append(place)
             found.append(None)
         if own:
@@ -415,7 +391,7 @@ class Captured(ABC):
         """Return the states float32 [T, hidden] that enter the first layer, on the CPU."""
 
 
-def some_at_a_time(parts: Sequence[LevelRows], *, placed: bool) -> list[slice]:
+def some_at_a_time(parts: Sequence[AskedRows], *, placed: bool) -> list[slice]:
     """Return which parts share a pass: up to MOST_ROWS rows of one vocabulary; one if not
     `placed`."""
     found, first, rows, known = list[slice](), 0, 0, 0
@@ -429,7 +405,7 @@ def some_at_a_time(parts: Sequence[LevelRows], *, placed: bool) -> list[slice]:
     return [*found, slice(first, len(parts))]
 
 
-def rows_of(parts: Sequence[LevelRows]) -> tuple[Tensor, Tensor]:
+def rows_of(parts: Sequence[AskedRows]) -> tuple[Tensor, Tensor]:
     """Return tokens and positions int64 [T] of all parts."""
     if len(parts) == 1:
         return parts[0].tokens, parts[0].positions

@@ -5,7 +5,7 @@ product: without ours, such weights are not computed there."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,42 +124,35 @@ EXACT_TILES, EXACT_THREADS = (8, 32), 128
 """The smallest number of rows of a block in fp32 that holds all, and its threads."""
 
 
-class BlockInputs(Protocol):
-    """Rows as products over blocks read them."""
-
-    def multiply(self, name: str, packed: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        """Write x W^T + bias to y [T, n], maybe columns of a wider matrix."""
+Write = Callable[[str, Tensor, Tensor | None, Tensor], None]
+"""Writes x W^T + bias to y [T, n], maybe columns of a wider matrix: the function's name, packed
+weights, bias, y."""
 
 
-class RoundedInputs:
-    """Rows in int8."""
-
-    def __init__(self, program: Program, x: Tensor) -> None:
-        self._program, self._rows = program, rounded_rows(program, x, WIDTH)
-
-    def multiply(self, name: str, packed: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        multiply(self._program, name, packed, self._rows, bias, y)
+def rounded_inputs(program: Program, x: Tensor) -> Write:
+    """Return the product with rows in int8."""
+    rows = rounded_rows(program, x, WIDTH)
+    return lambda name, packed, bias, y: multiply(program, name, packed, rows, bias, y)
 
 
-class ExactInputs:
-    """Rows in fp32, which begin at multiples of 16 bytes."""
+def exact_inputs(program: Program, x: Tensor) -> Write:
+    """Return the product with rows in fp32, which begin at multiples of 16 bytes."""
+    aligned = x.is_contiguous() and x.storage_offset() % WORDS == 0
+    own = x if aligned else x.clone(memory_format=torch.contiguous_format)
 
-    def __init__(self, program: Program, x: Tensor) -> None:
-        aligned = x.is_contiguous() and x.storage_offset() % WORDS == 0
-        self._x = x if aligned else x.clone(memory_format=torch.contiguous_format)
-        self._program = program
-
-    def multiply(self, name: str, packed: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        (rows, count), blocks = y.shape, self._x.shape[1] // WIDTH
+    def write(name: str, packed: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        (rows, count), blocks = y.shape, own.shape[1] // WIDTH
         tile = next((tile for tile in EXACT_TILES if rows <= tile), EXACT_TILES[-1])
         grid = (-(-count // VECTOR), -(-rows // tile))
-        arguments = (packed, self._x, bias, y, count, y.stride(0), blocks, rows)
-        self._program.launch(f"{name}_{tile}", grid, EXACT_THREADS, arguments)
+        arguments = (packed, own, bias, y, count, y.stride(0), blocks, rows)
+        program.launch(f"{name}_{tile}", grid, EXACT_THREADS, arguments)
+
+    return write
 
 
-INPUTS: Mapping[Kind, Callable[[Program, Tensor], BlockInputs]] = {
-    Kind.BLOCKS: RoundedInputs,
-    Kind.EXACT_BLOCKS: ExactInputs,
+INPUTS: Mapping[Kind, Callable[[Program, Tensor], Write]] = {
+    Kind.BLOCKS: rounded_inputs,
+    Kind.EXACT_BLOCKS: exact_inputs,
 }
 """Kind of matrices in blocks -> the function that prepares rows [T, k] for them."""
 
@@ -191,15 +184,15 @@ class OwnBlocks:
         y = x.new_empty(len(x), self.n)
         if not len(x):
             return y
-        inputs: BlockInputs | None = None
+        write: Write | None = None
         for part in self.parts:
             own = slice(part.first, part.first + part.count)
             if part.plain is not None:
                 y[:, own] = part.plain(x)
                 continue
-            inputs = inputs or INPUTS[self.kind](self.program, x)
+            write = write or INPUTS[self.kind](self.program, x)
             bias = None if self.bias is None else self.bias[own]
-            inputs.multiply(part.name, part.packed, bias, y[:, own])
+            write(part.name, part.packed, bias, y[:, own])
         return y
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,41 +15,21 @@ from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import rounded
 
 
-class SeenRows(Protocol):
-    """The rows of a pass on the device."""
+@dataclass(frozen=True)
+class Rows:
+    """The rows of several sessions, in the shapes that their caches have."""
 
-    @property
-    def turn(self) -> Turn | None:
-        """The rotation of queries and keys; None if they are not rotated."""
-
-    @property
-    def stateful(self) -> Sequence[StatefulRows]:
-        """The rows and the states of their sessions, for layers that have any."""
-
-    @property
-    def inputs(self) -> Tensor | None:
-        """The separate inputs of the layers, [T, total width]; None if they have none."""
+    turn: Turn | None  # the rotation of queries and keys; None if they are not rotated
+    blocks: Mapping[int, Sequence[Block]]  # by how many query heads share a key head
+    stateful: Sequence[StatefulRows] = ()  # the rows and the states of their sessions, if any
+    by: Attending = by_torch
+    inputs: Tensor | None = None  # the layers' own inputs, [T, total width]; None: they have none
 
     def attend(
         self, plan: LayerPlan, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> Tensor:
         """Cache key and value [kv_heads, T, head_dim] if given, and return attention [T, heads,
         head_dim] of query [heads, T, head_dim]."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of several sessions, in the shapes that their caches have."""
-
-    turn: Turn | None
-    blocks: Mapping[int, Sequence[Block]]  # by how many query heads share a key head
-    stateful: Sequence[StatefulRows] = ()  # the rows and the states of their sessions, if any
-    by: Attending = by_torch
-    inputs: Tensor | None = None
-
-    def attend(
-        self, plan: LayerPlan, query: Tensor, key: Tensor | None, value: Tensor | None
-    ) -> Tensor:
         return attend_blocks(
             plan.index,
             query,
@@ -157,6 +136,9 @@ class FixedRows:
         keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
         keys, values = keys[:, : mask.shape[1]], values[:, : mask.shape[1]]
         return self.by(query, keys, values, mask, scale, cap, plan.sinks)
+
+
+SeenRows = Rows | FixedRows  # the rows of a pass on the device
 
 
 def scale_of(plan: LayerPlan) -> float:
