@@ -1,6 +1,6 @@
 """Compares a loaded target with transformers' forward of its checkpoint in fp32 over a long text:
 log-probabilities and choices at every position, or for weights of few bits their mean difference.
-The reference is `workers/models/parity/reference.py`."""
+The reference is `workers/models/parity/card.py`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -137,9 +137,8 @@ def agreement_of(
     from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
     from dovetail.workers.models.checkpoints.composite import text_part
     from dovetail.workers.models.checkpoints.files import read_json
-    from dovetail.workers.models.parity.following import UnprovableError
-    from dovetail.workers.models.parity.landmarks import landmarks
-    from dovetail.workers.models.parity.reference import reference_logits
+    from dovetail.workers.models.parity.card import reference_logits
+    from dovetail.workers.models.parity.following import UnprovableError, landmarks
 
     target = next(
         worker

@@ -14,7 +14,7 @@ from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.parity.reference import reference_logits
+from dovetail.workers.models.parity.card import reference_logits
 from dovetail.workers.models.segment import Segment
 from support.architectures import write_varied
 from support.models import CONTEXT, tiny_mistral

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from dovetail.launch.planning.designs import design_of, read_config
 from dovetail.workers.models.checkpoints.composite import KINDS, VOCABULARIES
 from dovetail.workers.models.checkpoints.configured import decoder_layers, full_config
-from dovetail.workers.models.checkpoints.random_weights import random_skeleton
+from dovetail.workers.models.checkpoints.loader import random_skeleton
 from dovetail.workers.models.families.registry import FAMILIES
 from support.architectures import VARIED, shrunk, tiny_config
 from support.cases import everyday

@@ -29,9 +29,8 @@ from dovetail.workers.models.checkpoints.footprint import PROOF_BYTES, read_tens
 from dovetail.workers.models.checkpoints.gguf.files import read_model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.rows import InFile, Pile, Rows, unpacked
-from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS
 from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder, resolved, view_of
-from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
+from dovetail.workers.models.checkpoints.gguf.vocabulary import SPLITTINGS, read_vocabulary
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer

@@ -18,8 +18,7 @@ from dovetail.workers.models.backends import fused
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.parity.following import UnprovableError
-from dovetail.workers.models.parity.landmarks import runs_of
+from dovetail.workers.models.parity.following import UnprovableError, runs_of
 from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.serving.open_target import open_target_worker
 from support.cases import everyday

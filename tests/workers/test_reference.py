@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
-from dovetail.workers.models.parity import reference
+from dovetail.workers.models.parity import card
 from support.architectures import VARIED, write_tiny
 from support.models import reference_logits
 
@@ -28,8 +28,8 @@ def test_states_go_on_from_one_part_of_a_text_to_the_next(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tiny(kind, tmp_path / "model", **VARIED.get(kind, {}))
-    monkeypatch.setattr(reference, "PART", 7)
+    monkeypatch.setattr(card, "PART", 7)
     checkpoint = open_checkpoint(str(tmp_path / "model"))
-    found = torch.cat(list(reference.reference_logits(checkpoint, TOKENS, 96)))
+    found = torch.cat(list(card.reference_logits(checkpoint, TOKENS, 96)))
     expected = reference_logits(tmp_path / "model", TOKENS)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -37,9 +37,13 @@ from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.gguf.view import blaming_the_file, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.loader import Skeleton, load_transformers, open_skeleton
+from dovetail.workers.models.checkpoints.loader import (
+    Skeleton,
+    load_transformers,
+    open_skeleton,
+    random_skeleton,
+)
 from dovetail.workers.models.checkpoints.quantised.searched import in_blocks
-from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.language_model import (
     ROUNDED_TOLERANCE,
     WHOLE_TOLERANCE,

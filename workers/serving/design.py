@@ -20,8 +20,7 @@ from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
 from dovetail.workers.models.checkpoints.gguf.view import mix_of
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.loader import expert_shapes, linear_shapes
-from dovetail.workers.models.checkpoints.random_weights import random_skeleton
+from dovetail.workers.models.checkpoints.loader import expert_shapes, linear_shapes, random_skeleton
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.wanted import FILE_KINDS

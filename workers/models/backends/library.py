@@ -20,9 +20,9 @@ from dovetail.workers.models.parity.following import (
     UnprovableError,
     implementation,
     line_of,
+    short_text,
     stand_in,
 )
-from dovetail.workers.models.parity.landmarks import short_text
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.states import ModelPass, keeping
 from dovetail.workers.models.timing import Part, timing_modules

@@ -6,9 +6,11 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,16 @@ from dovetail.workers.kernels.exact import ExactPowers
 from dovetail.workers.models import attention, transformers
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import renaming
-from dovetail.workers.models.checkpoints.configured import configured, for_text, quiet, said_by
+from dovetail.workers.models.checkpoints.configured import (
+    built,
+    configured,
+    for_text,
+    quiet,
+    read_config,
+    said_by,
+    with_buffers,
+)
+from dovetail.workers.models.checkpoints.context import limit_context
 from dovetail.workers.models.checkpoints.files import damaged, read_json
 from dovetail.workers.models.checkpoints.gguf.rows import Pile, Rows, keep_rows, rows_of
 from dovetail.workers.models.checkpoints.gguf.tensors import name_in_file
@@ -34,7 +45,7 @@ from dovetail.workers.models.checkpoints.pieces import (
     within_fp32,
 )
 from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
-from dovetail.workers.progress import loading
+from dovetail.workers.progress import count_bytes, loading
 
 log = logging.getLogger(__name__)
 
@@ -405,3 +416,62 @@ def expert_shapes(model: Any) -> list[tuple[int, int]]:
         if tensor.ndim == 3 and "experts" in name.split(".")
         for _ in range(tensor.shape[0])
     ]
+
+
+RANDOM_NUMBERS = (1 << 20) + 7  # numbers to take weights from: a prime, so that rows differ
+
+
+def random_skeleton(
+    folder: Path, *, layers: int | None, stored: torch.dtype, context: int | None = None
+) -> Skeleton:
+    """Return a config.json's model with random numbers of type `stored`, with `layers` layers, for
+    at most `context` tokens."""
+    attention.register()
+    file = folder if folder.is_file() else folder / "config.json"
+    config = limit_context(read_config(file), context, folder)
+    if layers is not None:
+        kinds = getattr(config, "layer_types", None)
+        config.num_hidden_layers = layers
+        if kinds and len(config.layer_types) != layers:  # those of some depend on their number
+            config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
+    model = with_buffers(built(config, file))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    transposed = linearise(model)
+    numbers = torch.randn(RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0))
+    scaled: dict[int, Tensor] = {}
+
+    def fresh(name: str, shape: Sequence[int]) -> Tensor:
+        """Return random numbers from one store, from an offset by name: drawing all would take
+        minutes."""
+        if (width := shape[-1]) not in scaled:
+            scaled[width] = (numbers / math.sqrt(width)).to(stored)
+        whole, turn = torch.empty(shape, dtype=stored), crc32(name.encode()) % RANDOM_NUMBERS
+        first, rest = whole.view(-1).tensor_split([RANDOM_NUMBERS - turn])
+        for piece, source in ((first, scaled[width][turn:]), *_turns(rest, scaled[width])):
+            piece.copy_(source[: len(piece)])
+        count_bytes(whole.nbytes)
+        return whole
+
+    def read(name: str) -> Tensor:
+        shape = shapes[name]
+        if len(shape) == 1:
+            whole = torch.ones if name.endswith("weight") else torch.zeros
+            return whole(shape, dtype=stored)
+        return fresh(name, shape)
+
+    return Skeleton(
+        model,
+        read,
+        transposed,
+        experts=lambda name: UnreadStack(
+            lambda index: fresh(f"{name}.{index}", shapes[name][1:]),
+            math.prod(shapes[name][1:]) * stored.itemsize,
+        ),
+        size_bytes=sum(map(math.prod, shapes.values())) * stored.itemsize,
+    )
+
+
+def _turns(rest: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of the rest to be filled, each at most as long as the source."""
+    pieces: Sequence[Tensor] = torch.split(rest, len(source))
+    return ((piece, source) for piece in pieces)

@@ -21,8 +21,7 @@ from dovetail.workers.models.families.description import (
     gated,
     slides,
 )
-from dovetail.workers.models.families.llama import sunken_granite
-from dovetail.workers.models.families.post_normed import ONLY_POST
+from dovetail.workers.models.families.llama import ONLY_POST, sunken_granite
 from dovetail.workers.models.parity.following import UnsupportedError
 
 

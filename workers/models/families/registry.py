@@ -2,25 +2,14 @@
 
 from collections.abc import Mapping
 
-from dovetail.workers.models.families import (
-    gemma,
-    latent,
-    layer_normed,
-    llama,
-    mamba,
-    mixtures,
-    post_normed,
-    recurrent,
-)
+from dovetail.workers.models.families import gemma, latent, layer_normed, llama, mixtures, states
 from dovetail.workers.models.families.description import Family
 
 FAMILIES: Mapping[str, Family] = (
     llama.FAMILIES
     | gemma.FAMILIES
-    | post_normed.FAMILIES
     | layer_normed.FAMILIES
     | mixtures.FAMILIES
     | latent.FAMILIES
-    | recurrent.FAMILIES
-    | mamba.FAMILIES
+    | states.FAMILIES
 )

@@ -27,8 +27,8 @@ from dovetail.workers.models.parity.following import (
     follow,
     implementation,
     line_of,
+    runs_of,
 )
-from dovetail.workers.models.parity.landmarks import runs_of
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.transformers import DynamicCache
 

@@ -3,16 +3,17 @@ llama.cpp's code; keys that transformers' model does not support are refused."""
 
 from math import prod
 
-from dovetail.workers.models.checkpoints.gguf.architectures.common import (
+from dovetail.workers.models.checkpoints.gguf.architectures.dense import (
     FULL,
     SLIDING,
     Configuration,
     everywhere,
+    granite,
     has_bias,
+    qwen3vl,
     rotation,
     with_rms,
 )
-from dovetail.workers.models.checkpoints.gguf.architectures.dense import granite, qwen3vl
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 
 SOFTMAX, SIGMOID = 1, 2  # functions that make scores of a router's logits, by llama.cpp's numbers

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 
 from dovetail.workers.models.checkpoints.gguf.architectures import dense, mixtures, states
-from dovetail.workers.models.checkpoints.gguf.architectures.common import Configuration
 from dovetail.workers.models.checkpoints.gguf.architectures.dense import (
     ATTENTION_BIAS,
     MLP_BIAS,
+    Configuration,
     plain,
 )
 from dovetail.workers.models.checkpoints.gguf.facts import Facts

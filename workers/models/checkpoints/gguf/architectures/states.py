@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from dovetail.workers.models.checkpoints.gguf.architectures.common import (
+from dovetail.workers.models.checkpoints.gguf.architectures.dense import (
     FULL,
     Configuration,
     common,
+    granite_factors,
     has_bias,
     rotation,
     sizes_of,
     with_rms,
 )
-from dovetail.workers.models.checkpoints.gguf.architectures.dense import granite_factors
 from dovetail.workers.models.checkpoints.gguf.architectures.mixtures import (
     SHARED,
     SIGMOID,
