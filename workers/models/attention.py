@@ -218,9 +218,7 @@ def attend(
     if attention_mask is not None:
         raise ValueError("attention with a mask of its own is not supported")
     if dropout or is_causal is False:
-        raise ValueError(
-            f"attention with {'dropout' if dropout else 'is_causal = false'} is not supported"
-        )
+        raise ValueError(f"attention with dropout or is_causal = {is_causal} is not supported")
     beat()
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -175,9 +175,7 @@ def check_attention(model: LanguageModel) -> None:
         torch.tensor([0, 2, 1]), torch.tensor([0, 1, 1]), [Segment(tree, 0, 3, paths)]
     )[2]
     if len(expected) != model.vocabulary_size:
-        raise UnprovableError(
-            f"it computes {len(expected)} logits for a vocabulary of {model.vocabulary_size} tokens"
-        )
+        raise UnprovableError(f"{len(expected)} logits for {model.vocabulary_size} tokens")
     if not bool(torch.isfinite(expected).all()):
         remedy = (
             "fetch the model again"

@@ -47,11 +47,9 @@ LINEAR_TYPES = {
 
 def check_names(weights: str, backend: str) -> None:
     if weights not in WEIGHTS:
-        raise CheckpointError(
-            f"there are no weights of type {weights!r} here; choose {' or '.join(WEIGHTS)}"
-        )
+        raise CheckpointError(f"no weights of type {weights!r}; choose {' or '.join(WEIGHTS)}")
     if backend not in BACKENDS:
-        raise CheckpointError(f"there is no back end {backend!r}; choose {' or '.join(BACKENDS)}")
+        raise CheckpointError(f"no back end {backend!r}; choose {' or '.join(BACKENDS)}")
 
 
 def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> str:

@@ -280,10 +280,8 @@ class ExpertProof(nn.Module):
         shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         wrong = ~(shares <= TOLERANCE) & (choice.margins > TIE)
         if bool(wrong.any()):
-            raise UnsupportedError(
-                f"{self._what} chooses other experts than transformers' router, or weighs them "
-                f"otherwise, in {int(wrong.sum())} of {len(wrong)} rows"
-            )
+            count = f"{int(wrong.sum())} of {len(wrong)} rows"
+            raise UnsupportedError(f"{self._what} chooses other experts, or shares, in {count}")
         settled = choice.margins > (TIE if exact else ROUNDED_TIE)
         if float(settled.float().mean()) < LEAST_SETTLED:
             raise UnsupportedError(f"{self._what} has a router whose choices are nearly ties")

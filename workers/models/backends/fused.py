@@ -95,9 +95,7 @@ class Kernels:
         self._heard: dict[int, Tensor] = {}  # the keys that each layer attends to in its proof
         self._oracle = Oracle(model, decoder_layers(model)[1], context)
         if not self._oracle.isolated:
-            raise UnsupportedError(
-                "transformers computes something between its layers, or not each of them in turn"
-            )
+            raise UnsupportedError("transformers computes something between the layers")
         self._begin(model, kind, RotaryTables(model, context), cache)
 
     def _begin(self, model: Any, kind: Kind, tables: RotaryTables, cache: torch.dtype) -> None:
@@ -237,12 +235,8 @@ class Kernels:
         expected = self._oracle.final
         if expected is None:
             raise UnsupportedError("transformers' own forward fails behind the last layer")
-        found = norm(self._oracle.last[0])
-        if worst := self._oracle.far(expected, found, expected.norm(dim=-1), LAYER_TOLERANCE):
-            raise UnsupportedError(
-                f"the final norm differs from transformers' at position {worst[0]} by "
-                f"{worst[1]:.1e}"
-            )
+        found, what = norm(self._oracle.last[0]), "the final norm differs"
+        self._oracle.compare(UnsupportedError, what, expected, found, LAYER_TOLERANCE)
         return expected.contiguous()
 
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:

@@ -139,9 +139,8 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
         far = (other[0] - expected).abs().amax(-1) > TABLE_TOLERANCE
         if bool(far.any()):
             position = int(positions[far][0])
-            raise UnsupportedError(
-                f"the angles of position {position} differ from those of {type(embedding).__name__}"
-            )
+            kind = type(embedding).__name__
+            raise UnsupportedError(f"the angles of position {position} are not those of {kind}")
 
 
 class NoAngles(nn.Module):
@@ -368,9 +367,7 @@ class LayerParts:
         """Reorder queries and keys whose first `rotated` numbers are rotated in pairs of
         neighbours, so that pairs are halves of it."""
         if len(self.linears["qkv"]) != 3 or "query_norm" in self.norms:
-            raise UnsupportedError(
-                "the kernels cannot rotate neighbours in queries and keys that are fused or normed"
-            )
+            raise UnsupportedError("neighbours rotated in queries that are fused or normed")
         self.order = torch.cat([_pairs_apart(rotated), torch.arange(rotated, head_dim)])
         queries, keys, _ = (part.out_features for part in self.linears["qkv"])
         self._reorder("qkv", [by_heads(self.order, queries), by_heads(self.order, keys), None])

@@ -87,13 +87,9 @@ class Library:
         )
         self._noted.append(noted)
         if noted.shape != self._noted[0].shape:
-            raise UnprovableError(
-                f"{what} has other heads than the layers before it, which is not supported"
-            )
+            raise UnprovableError(f"{what} has other heads than the layers before it")
         if noted.value_dim != noted.head_dim:
-            raise UnprovableError(
-                f"{what} has values of another width than keys, which is not supported"
-            )
+            raise UnprovableError(f"{what} has values of another width than keys")
 
     def finish(self, model: Any) -> None:
         self._pack(model)
@@ -172,17 +168,12 @@ def prove_layer(oracle: "Oracle", layer: nn.Module, index: int) -> Noted:
     except Exception as error:  # an unknown layer may fail in any way
         raise UnprovableError(f"{what} cannot be computed here ({line_of(error)})") from error
     if not notes:
-        raise UnprovableError(
-            f"{what} computes attention by itself, where token trees need to replace it"
-        )
+        raise UnprovableError(f"{what} computes attention by itself, which token trees replace")
     if len(notes) != 1:
         raise UnprovableError(f"{what} computes {len(notes)} attentions, where one is supported")
     oracle.check_window(index, notes[0].window)
-    if worst := oracle.difference(expected, found, states, LAYER_TOLERANCE):
-        raise UnprovableError(
-            f"{what} with attention of our own differs from transformers' at position "
-            f"{worst[0]} by {worst[1]:.1e} of what it adds"
-        )
+    ours = f"{what} with attention of our own differs"
+    oracle.compare(UnprovableError, ours, expected, found, LAYER_TOLERANCE, states=states)
     return notes[0]
 
 

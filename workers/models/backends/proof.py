@@ -190,9 +190,7 @@ def check_attention(said: Attention | Latent, noted: Noted, index: int) -> None:
     }
     for what, (ours, theirs) in pairs.items():
         if not math.isclose(ours, theirs, rel_tol=1e-6):
-            raise UnsupportedError(
-                f"layer {index} is described with {what} {ours}; transformers has {theirs}"
-            )
+            raise UnsupportedError(f"layer {index} is described with {what} {ours}, not {theirs}")
 
 
 def prove_cache(exact: Tensor, found: Tensor, kind: IntEnum) -> None:
@@ -295,9 +293,7 @@ class LayerProof:
         if not notes:
             raise UnsupportedError(f"{self._what} computes no attention")
         if self._reads is not None and self._heard[self._index] is not self._heard[self._reads]:
-            raise UnsupportedError(
-                f"{self._what} reads other keys and values than those of layer {self._reads}"
-            )
+            raise UnsupportedError(f"{self._what} reads other keys than layer {self._reads}'s")
         self._oracle.check_window(self._index, notes[0].window, self._chunk)
         return notes[0]
 
@@ -336,16 +332,11 @@ class LayerProof:
         settled = None
         if self._experts is not None and plan.experts is not None:
             settled = self._experts.settled(plan.experts.router, exact=exact)
-        if worst := oracle.difference(expected, alone, states, tolerance, settled):
-            raise UnprovableError(
-                f"{self._what} computes row {worst[0]} otherwise beside others than alone, by "
-                f"{worst[1]:.1e} of what it adds"
-            )
-        if worst := oracle.difference(expected, found, states, tolerance, settled):
-            raise UnsupportedError(
-                f"{self._what} differs from transformers' at position {worst[0]} by "
-                f"{worst[1]:.1e} of what it adds"
-            )
+        shares: dict[str, Any] = {"states": states, "compared": settled}
+        by_row = f"{self._what} differs, row by row,"
+        oracle.compare(UnprovableError, by_row, expected, alone, tolerance, **shares)
+        own = f"{self._what} differs"
+        oracle.compare(UnsupportedError, own, expected, found, tolerance, **shares)
 
     def _compare_attention(self, layer: DecoderLayer, rows: LayerPass) -> None:
         oracle, plan = self._oracle, layer.plan
@@ -380,15 +371,10 @@ class LayerProof:
 
     def _compare(self, what: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
         if expected.shape[-1] != found.shape[-1]:
-            raise UnsupportedError(
-                f"{what} {self._what} are {found.shape[-1]} numbers wide, where transformers' "
-                f"are {expected.shape[-1]}"
-            )
-        if worst := self._oracle.far(expected, found, expected.norm(dim=-1), tolerance):
-            raise UnsupportedError(
-                f"{what} {self._what} differ from transformers' at position {worst[0]} by "
-                f"{worst[1]:.1e} of them"
-            )
+            widths = f"{found.shape[-1]} numbers wide, not {expected.shape[-1]}"
+            raise UnsupportedError(f"{what} {self._what} are {widths}")
+        said = f"{what} {self._what} differ"
+        self._oracle.compare(UnsupportedError, said, expected, found, tolerance)
 
     def _rows(self, plan: LayerPlan) -> list[CacheRows]:
         segments, first = [], 0

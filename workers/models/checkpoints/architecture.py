@@ -99,10 +99,7 @@ def refuse_content(content: Mapping[str, Any], file: Path) -> None:
     kind = content.get("model_type")
     if not isinstance(kind, str) or not kind:
         found = "no model_type" if kind is None else f"a model_type of {shown(kind)}"
-        raise CheckpointError(
-            f"{file} has {found}, so the kind of model is unknown; take the "
-            "config.json that belongs to the weights"
-        )
+        raise CheckpointError(f"{file} has {found}; take the config.json of the weights")
     if (why := UNREAD.get(kind)) is not None:
         raise CheckpointError(f"{file}: model type {kind} cannot be decoded here: {why}; {REMEDY}")
     if content.get("vocab_size") is None:
@@ -111,10 +108,7 @@ def refuse_content(content: Mapping[str, Any], file: Path) -> None:
             raise CheckpointError(
                 composite(kind, str(part.get("model_type") or "of no model_type"), file)
             )
-        raise CheckpointError(
-            f"{file} of model type {kind} has no vocab_size, the number of tokens that a "
-            "language model knows; take that of a language model"
-        )
+        raise CheckpointError(f"{file} of model type {kind} has no vocab_size; {REMEDY}")
     _refuse_sizes(content, file)
 
 
@@ -156,9 +150,7 @@ def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
         if number is not None and (
             not isinstance(number, int) or isinstance(number, bool) or number < 1
         ):
-            raise CheckpointError(
-                f"{file}: {name} is {shown(number)}; it must be a whole number of at least 1"
-            )
+            raise CheckpointError(f"{file}: {name} is {shown(number)}, no whole number from 1 on")
     for what, name in ((what, name) for what, names in LISTED.items() for name in names):
         number = content.get(name)
         if isinstance(number, int) and number > MOST_LISTED:
@@ -173,10 +165,7 @@ def refuse_config(config: Any, model_class: Any, file: Path) -> None:
     None)."""
     what = f"{file}: model type {config.model_type}"
     if config.is_encoder_decoder:
-        raise CheckpointError(
-            f"{what} replies to what an encoder has read (is_encoder_decoder), and there is no "
-            f"encoder here; {REMEDY}"
-        )
+        raise CheckpointError(f"{what} has an encoder (is_encoder_decoder); {REMEDY}")
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "model_type"):
         raise CheckpointError(
@@ -187,10 +176,7 @@ def refuse_config(config: Any, model_class: Any, file: Path) -> None:
     if text is not config:
         raise CheckpointError(composite(config.model_type, text.model_type, file))
     if model_class is None:
-        raise CheckpointError(
-            f"{what} has no class among those of transformers' AutoModelForCausalLM, so there "
-            f"is nothing to decode with; {REMEDY}"
-        )
+        raise CheckpointError(f"{what} has no class in AutoModelForCausalLM; {REMEDY}")
     for name in SIZES:
         if not isinstance(getattr(config, name, None), int):
             why = (

@@ -278,9 +278,7 @@ def _read_file(
                 for left in range(part.size_bytes, 0, -BLOCK_BYTES):
                     block = memoryview(free_block())[: min(left, BLOCK_BYTES)]
                     if read_full(file, block) != len(block):
-                        raise CheckpointError(
-                            f"{source.path} was cut short while it was read: fetch the model again"
-                        )
+                        raise damaged(f"{source.path} was cut short while it was read")
                     if not all_finite(block, part.kind):
                         raise CheckpointError(
                             f"{source.path}: tensor {part.name} holds NaN or infinite values"

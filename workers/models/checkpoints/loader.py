@@ -199,10 +199,8 @@ def _refuse_blocks(model: Any, checkpoint: Checkpoint) -> None:
     if not checkpoint.is_coded:
         return
     missing = checkpoint.own_names(sorted(_missing(model, checkpoint)))
-    raise CheckpointError(
-        f"{checkpoint.source} lacks tensors that its architecture calls for"
-        f"{f', such as {missing[0]}' if missing else ''}; fetch the file again"
-    )
+    such = f", such as {missing[0]}" if missing else ""
+    raise damaged(f"{checkpoint.source} lacks tensors of its architecture{such}")
 
 
 def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:

@@ -137,10 +137,8 @@ def _refuse_limits(config: Any) -> None:
     """`UnsupportedError` for limited steps: transformers limits only those of prompts."""
     limits = config.time_step_limit
     if limits is not None and tuple(limits) != UNLIMITED:
-        raise UnsupportedError(
-            f"transformers limits the steps of Mamba-2 (time_step_limit {list(limits)}) in prompts "
-            "and not in single tokens, so that there are two functions"
-        )
+        said = f"time_step_limit {list(limits)}, in prompts and not in single tokens"
+        raise UnsupportedError(f"transformers limits the steps of Mamba-2 ({said})")
 
 
 def _selective(

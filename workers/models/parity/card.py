@@ -95,10 +95,7 @@ def reference_logits(
     _widen_beside(model)
     oracle = Oracle(model, layers, context)
     if not oracle.isolated:
-        raise UnprovableError(
-            "transformers computes something between the layers of this model, or not each of "
-            "them in turn"
-        )
+        raise UnprovableError("transformers computes something between the layers")
     text = torch.tensor(tokens)
     parts = [slice(start, min(start + PART, len(text))) for start in range(0, len(text), PART)]
     with implementation(model, EAGER, *layers):

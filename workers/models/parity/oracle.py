@@ -287,10 +287,8 @@ class Oracle:
         if not (same and near(given.states, own.states)):
             raise UnprovableError("it does not number tokens by 0, 1, 2, ..., as sessions do")
         if given.states.dim() != 3:
-            raise UnprovableError(
-                f"its layers return states of shape {[*given.states.shape]} instead of one row for "
-                "each token"
-            )
+            shape = [*given.states.shape]
+            raise UnprovableError(f"its layers return {shape}, not one row for each token")
         if not near(given.states, turned.states.flip(1)):
             raise UnprovableError("it numbers tokens itself, but branches share positions")
 
@@ -446,38 +444,38 @@ class Oracle:
         with ours, past_the_layer, quiet():
             return first_of(layer(*args, **kwargs))
 
-    def difference(
+    def compare(
         self,
+        error: type[Exception],
+        what: str,
         expected: Tensor,
         found: Tensor,
-        states: Tensor,
         tolerance: float,
+        *,
+        states: Tensor | None = None,
         compared: Tensor | None = None,
-    ) -> tuple[int, float] | None:
-        """Return `far` as a share of what a layer adds to states; `compared`, bool [count]: of
-        these rows."""
-        added = (expected - states).norm(dim=-1) + LEAST_ADDED * states.norm(dim=-1)
+    ) -> None:
+        """Raise `error`, "`what` from transformers'", for the first position where [count, n] and
+        found (or [dense + count, n], of our own pass) differ by more than `tolerance` of expected
+        rows, or of what a layer adds to `states`; `compared`, bool [count]: of these rows. NaN is
+        far."""
+        measure, of = expected.norm(dim=-1), "of them"
+        if states is not None:
+            measure, of = (expected - states).norm(dim=-1), "of what it adds"
+            measure = measure + LEAST_ADDED * states.norm(dim=-1)
         if compared is not None:
-            added = added.where(compared, torch.inf)
-        return self.far(expected, found, added, tolerance)
-
-    def far(
-        self, expected: Tensor, found: Tensor, measure: Tensor, tolerance: float
-    ) -> tuple[int, float] | None:
-        """Return the first position where [count, n] and found (or [dense + count, n], of our own
-        pass) differ by more than `tolerance` of `measure` [count], and by how much. NaN is far."""
+            measure = measure.where(compared, torch.inf)
         if len(found) > self.count:
             expected, measure = (
                 torch.cat([part[: self.dense], part]) for part in (expected, measure)
             )
         shares = ((found - expected).norm(dim=-1) / (measure + 1e-20)).nan_to_num(nan=float("inf"))
         positions = self.pass_positions[-len(shares) :].tolist()
-        wrong = [
-            (position, share)
-            for position, share in zip(positions, shares.tolist(), strict=True)
-            if share > tolerance
-        ]
-        return min(wrong, default=None)
+        both = zip(positions, shares.tolist(), strict=True)
+        wrong = min(((place, share) for place, share in both if share > tolerance), default=None)
+        if wrong is not None:
+            where = f"at position {wrong[0]} by {wrong[1]:.1e} {of}"
+            raise error(f"{what} from transformers' {where}")
 
 
 def ahead_of(positions: Tensor) -> Tensor:

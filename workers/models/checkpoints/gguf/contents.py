@@ -6,7 +6,6 @@ from dataclasses import asdict
 from math import isfinite, prod
 from typing import Any
 
-from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers.models.checkpoints.gguf.architectures.registry import CONFIGURATIONS
 from dovetail.workers.models.checkpoints.gguf.facts import Facts
@@ -32,10 +31,7 @@ def contents_of(model: Model) -> tuple[dict[str, str], TokenTable]:
     models."""
     facts = Facts(model)
     if facts.architecture not in CONFIGURATIONS:
-        raise CheckpointError(
-            f"{model.file}: models of llama.cpp's architecture {facts.architecture[:50]} are not "
-            "read from GGUF here; take the model's folder of safetensors"
-        )
+        raise facts.refusal("its architecture is not read from GGUF here")
     config = CONFIGURATIONS[facts.architecture](facts)
     facts.refuse_more()
     tensors = placed_in(model)

@@ -332,12 +332,6 @@ def _refuse_kind(head: FileHead) -> None:
     if kind == "adapter":
         raise CheckpointError(f"{head.file} holds a LoRA adapter; merge it into its model")
     if kind == "mmproj" or architecture == "clip":
-        raise CheckpointError(
-            f"{head.file} holds an encoder of images or sound (mmproj); name the file of the "
-            "language model beside it"
-        )
+        raise CheckpointError(f"{head.file} is an encoder of images; name the model beside it")
     if kind != "model":
-        raise CheckpointError(
-            f"{head.file} holds no model (general.type is {str(kind)[:50]}); name the file of a "
-            "model"
-        )
+        raise CheckpointError(f"{head.file} holds no model but a {kind[:50]}; name one's file")
