@@ -3,7 +3,6 @@ Models that cannot be proved against transformers' own, and those whose code fai
 
 import contextlib
 import gc
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +55,6 @@ class Trial(Library):
         return super().take_layer(layer, index)
 
 
-KIND_OF_ERROR = re.compile(r"\b\w+Error: ")
-
-
 class StumbledError(CheckpointError):
     """A model whose classes raise an unexpected error."""
 
@@ -80,11 +76,7 @@ def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
         raise
     except UnprovableError as error:
         stumbled = error.__cause__ is not None and not said_by(error.__cause__)
-        why = (
-            why_refused(model.config, type(model))
-            if stumbled
-            else f"{KIND_OF_ERROR.sub('', str(error))}; {REMEDY}"
-        )
+        why = why_refused(model.config, type(model)) if stumbled else f"{error}; {REMEDY}"
         raise CheckpointError(f"{what}: {why}") from error
     except Exception as error:  # foreign code may fail in any way
         if is_out_of_memory(error):

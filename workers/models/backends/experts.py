@@ -31,7 +31,7 @@ from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows, rows_of
 from dovetail.workers.models.checkpoints.pieces import UnreadStack, unread_of
 from dovetail.workers.models.families.description import Experts, Router
 from dovetail.workers.models.families.matrices import Layout, layout_of
-from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
+from dovetail.workers.models.parity.following import EAGER, UnsupportedError, foreign
 from dovetail.workers.progress import count_bytes
 
 ROWS = 4  # rows on which transformers' experts are compared with the formula
@@ -312,11 +312,9 @@ class ExpertProof(nn.Module):
         def expert(_: int, rows: Tensor) -> Tensor:
             return self._gate(rows @ gate_up.t() + first) @ down.t() + second
 
-        try:
+        with foreign(UnsupportedError, f"experts of {self._what} fail"):
             expected = self._run(_alone(parts), x, ids, weights)
             found = mixture(x, ids, weights, expert)
-        except Exception as error:  # unknown experts may fail in any way
-            raise UnsupportedError(f"experts of {self._what} fail ({line_of(error)})") from error
         if not float((found - expected).norm()) <= TOLERANCE * float(expected.norm()):
             raise UnsupportedError(f"experts of {self._what} are other MLPs in transformers")
 

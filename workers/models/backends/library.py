@@ -18,8 +18,8 @@ from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.parity.following import (
     EAGER,
     UnprovableError,
+    foreign,
     implementation,
-    line_of,
     short_text,
     stand_in,
 )
@@ -160,13 +160,9 @@ def prove_layer(oracle: "Oracle", layer: nn.Module, index: int) -> Noted:
     what = f"layer {index} ({type(layer).__name__})"
     own, states = stand_in(layer, {}), oracle.states(index)
     notes: list[Noted] = []
-    try:
+    with foreign(UnprovableError, f"{what} cannot be computed here"):
         found = oracle.run_ours(own, index, states, lambda noted, *_: notes.append(noted))
         expected = oracle.run_eager(own, index, states)
-    except UnprovableError:
-        raise
-    except Exception as error:  # an unknown layer may fail in any way
-        raise UnprovableError(f"{what} cannot be computed here ({line_of(error)})") from error
     if not notes:
         raise UnprovableError(f"{what} computes attention by itself, which token trees replace")
     if len(notes) != 1:

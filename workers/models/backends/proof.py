@@ -32,6 +32,7 @@ from dovetail.workers.models.parity.following import (
     UnprovableError,
     UnsupportedError,
     first_of,
+    foreign,
     line_of,
     stand_in,
 )
@@ -305,16 +306,12 @@ class LayerProof:
         tolerance = LAYER_TOLERANCE if exact else ROUNDED_TOLERANCE
         if self._experts is not None and plan.experts is not None:
             self._experts.use(plan.experts)
-        try:
-            given = (self._layer, self._index, states)
+        given = (self._layer, self._index, states)
+        with foreign(UnsupportedError, f"{self._what} cannot run alone"):
             if plan.scan is None:
                 expected = alone = oracle.run_eager(*given, counts=True)
             else:
                 alone, expected = run_recurrently(oracle, *given), run_together(oracle, *given)
-        except (UnsupportedError, UnprovableError):
-            raise
-        except Exception as error:
-            raise UnsupportedError(f"{self._what} cannot run alone ({line_of(error)})") from error
         try:
             layer = DecoderLayer(replace(plan, index=0))
         except ValueError as error:

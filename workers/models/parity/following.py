@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EAGER = "eager"
 OLDER_CACHE_NAME = "past_key_values"
 Path = tuple[str | int, ...]
+UNFOLLOWED = "transformers' own forward cannot be followed"
 
 
 class UnsupportedError(Exception):
@@ -29,6 +30,18 @@ class UnsupportedError(Exception):
 
 class UnprovableError(Exception):
     """No back end can be proved to compute a model; names the place."""
+
+
+@contextmanager
+def foreign(kind: type[Exception], what: str) -> Iterator[None]:
+    """Raise `kind`, beginning with `what`, for an error of transformers' code: that of an unknown
+    model may fail in any way. Errors of a proof stay."""
+    try:
+        yield
+    except (UnsupportedError, UnprovableError):
+        raise
+    except Exception as error:
+        raise kind(f"{what} ({line_of(error)})") from error
 
 
 @dataclass(frozen=True)
@@ -172,11 +185,7 @@ def follow(
             recorder.final = output[0][0]
         except Exception as error:  # transformers' code for an unknown model may raise anything
             if not recorder.complete:
-                why = (
-                    f"transformers' own forward cannot be followed ({type(error).__name__}: "
-                    f"{line_of(error)})"
-                )
-                raise UnprovableError(why) from error
+                raise UnprovableError(f"{UNFOLLOWED} ({line_of(error)})") from error
     if not recorder.complete:
         raise UnprovableError(f"transformers' own forward calls only {len(recorder.calls)} layers")
 

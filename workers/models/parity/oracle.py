@@ -18,6 +18,7 @@ from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.configured import quiet
 from dovetail.workers.models.parity.following import (
     EAGER,
+    UNFOLLOWED,
     Call,
     Path,
     Recorder,
@@ -25,8 +26,8 @@ from dovetail.workers.models.parity.following import (
     cache_name,
     first_of,
     follow,
+    foreign,
     implementation,
-    line_of,
     runs_of,
 )
 from dovetail.workers.models.segment import Paths, Segment
@@ -186,15 +187,8 @@ class Oracle:
         self._assembled: dict[tuple[int, ...], Tensor] = {}
         self._checked: set[tuple[tuple[int, ...], int | None, int]] = set()
         self._comparison = Comparison(model.config)
-        try:
+        with foreign(UnprovableError, UNFOLLOWED):
             self._record()
-        except UnprovableError:
-            raise
-        except Exception as error:  # transformers' code for an unknown model may raise anything
-            raise UnprovableError(
-                f"transformers' own forward cannot be followed ({type(error).__name__}: "
-                f"{line_of(error)})"
-            ) from error
 
     @property
     def pass_positions(self) -> Tensor:
