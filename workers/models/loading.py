@@ -141,9 +141,8 @@ def random_language_model(
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     stored = LINEAR_TYPES[own]
     source = f"{spelled(str(config_folder))} (random weights)"
-    checkpoint = Checkpoint(
-        source, folder, known_digest("random"), b"", TokenTable.of({}), facts, {}
-    )
+    table = TokenTable.of({})
+    checkpoint = Checkpoint(folder, known_digest("random"), {}, source, b"", table, facts)
     return _on_cpu(
         lambda: random_skeleton(folder, layers=layers, stored=stored, context=context),
         checkpoint,

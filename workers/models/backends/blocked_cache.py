@@ -14,7 +14,7 @@ from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.kernels.states import StateRows, StateShape, placed
 from dovetail.workers.models.cache import SlotCache
 from dovetail.workers.models.recurrent import RecurrentStates
-from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.segment import Paths, Segment
 
 LEAST_SHARED = 128  # fewer rows are copied: sharing rows moves the session's other rows
 SHARED_ANEW = 2  # shared rows are moved together again once they are this many times more
@@ -326,17 +326,16 @@ def cache_rows(segment: Segment) -> CacheRows:
     cache = segment.cache
     if not isinstance(cache, BlockedCache):
         raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
-    paths = segment.paths
-    seen = (
-        None
-        if paths is None
-        else KernelPaths(
-            paths.prefix, torch.from_numpy(paths.offsets), torch.from_numpy(paths.slots)
-        )
-    )
-    states = None
-    if cache.states is not None:
-        states = states_of(cache.states, segment)
+    states = None if cache.states is None else states_of(cache.states, segment)
+    seen = kernel_paths(segment.paths)
     return CacheRows(
         cache.keys, cache.values, segment.start, segment.count, seen, states, cache.shared
     )
+
+
+def kernel_paths(paths: Paths | None) -> KernelPaths | None:
+    """The slots that rows see as the kernels expect them."""
+    if paths is None:
+        return None
+    numbers = (torch.from_numpy(part) for part in (paths.offsets, paths.slots))
+    return KernelPaths(paths.prefix, *numbers)

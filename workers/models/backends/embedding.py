@@ -11,6 +11,7 @@ from dovetail.workers.kernels.layer_plan import NormKind
 from dovetail.workers.models.backends.layer_parts import described_norm
 from dovetail.workers.models.backends.packing import (
     EXACT_KINDS,
+    KernelLinear,
     KernelNorm,
     compare_product,
     pack,
@@ -76,7 +77,7 @@ class OwnInputs:
         picked = sampled_rows(matrix.n)
         expected = product_of(matrix, picked, rows, weight_of(linear, picked))
         compare_product(said.projection, matrix, matrix.linear(rows)[:, picked], expected)
-        setattr(base, said.projection, _Projection(matrix))
+        setattr(base, said.projection, KernelLinear(matrix, "linears"))
         setattr(
             base, said.norm, KernelNorm(NormKind.RMS, described_norm(norm, norms), norms.epsilon)
         )
@@ -107,14 +108,3 @@ def inputs_of(model: Any, family: Family, kind: Kind) -> OwnInputs | None:
     if said is None or not getattr(model.config, said.width, 0):
         return None
     return OwnInputs(model, said, kind, family.layer(model.config, 0).norms)
-
-
-class _Projection(nn.Module):
-    def __init__(self, matrix: PackedMatrix) -> None:
-        super().__init__()
-        self._matrix = matrix
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        y: Tensor = self._matrix.linear(x.reshape(-1, self._matrix.k).contiguous())
-        return y.view(*x.shape[:-1], self._matrix.n)

@@ -26,6 +26,7 @@ from dovetail.workers.models.checkpoints.gguf.rows import (
 from dovetail.workers.models.families.description import Latent
 from dovetail.workers.models.parity.following import UnsupportedError, in_tuple
 from dovetail.workers.models.states import Kept
+from dovetail.workers.models.timing import Part as Timed
 from dovetail.workers.models.timing import asked, timing
 from dovetail.workers.progress import beat, count_bytes
 
@@ -199,15 +200,15 @@ def compare_product(name: str, matrix: PackedMatrix, found: Tensor, expected: Te
 
 
 class KernelLinear(nn.Module):
-    """A linear of the kernels, such as the head."""
+    """A linear of the kernels: the head, or another part."""
 
-    def __init__(self, matrix: PackedMatrix) -> None:
+    def __init__(self, matrix: PackedMatrix, part: Timed = "head") -> None:
         super().__init__()
-        self._matrix = matrix
+        self._matrix, self._part = matrix, part
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        with timing("head"):
+        with timing(self._part):
             y: Tensor = self._matrix.linear(x.reshape(-1, self._matrix.k).contiguous())
         return y.view(*x.shape[:-1], self._matrix.n)
 

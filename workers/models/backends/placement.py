@@ -13,6 +13,7 @@ from dovetail.workers.models.backends.sizes import (
     with_host_experts,
 )
 from dovetail.workers.models.checkpoints.footprint import (
+    bytes_of_codes,
     cache_bytes,
     host_footprint,
     long_rows,
@@ -180,14 +181,8 @@ def _with_codes(sizes: Sizes, demand: Demand, computed: int, resident: int) -> i
 
 
 def code_bytes(sizes: Sizes, weights: str, bits: int) -> int:
-    """Return the bytes of a layer's codes: 4 or 8 bits a weight, with 2 x 16 bits for 64 weights of
-    4."""
+    """Return the bytes of a layer's codes."""
     return bytes_of_codes(sizes.layer // WEIGHT_BYTES[weights], bits)
-
-
-def bytes_of_codes(numbers: int, bits: int) -> int:
-    """Return the bytes that the codes of this many weights take, as `code_bytes` counts them."""
-    return -(-numbers // 64) * (32 + 4) * (1 if bits <= 4 else 2)
 
 
 def level_bytes(sizes: Sizes) -> int:

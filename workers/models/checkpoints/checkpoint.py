@@ -43,14 +43,14 @@ from dovetail.workers.models.checkpoints.gguf.view import files_of, model_of, sp
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.namings import BLOCKS
 from dovetail.workers.models.checkpoints.quantised.tensors import decoded
-from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, Stored
+from dovetail.workers.models.checkpoints.stored import CODE_TYPES, Stored
 from dovetail.workers.models.checkpoints.tokenizer import read_language
 from dovetail.workers.progress import loading
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight files of a folder, completely read once and found intact."""
+    """The weight files of a folder: intact, or still being read, for which the digest waits."""
 
     folder: Path
     digesting: Future[str]
@@ -58,28 +58,20 @@ class Weights:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of config.json and the weight files, in hexadecimal."""
+        """Return the SHA-256 of config.json and weights, in hexadecimal; `CheckpointError` for
+        damaged weights."""
         return self.digesting.result()
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A folder whose weights are intact, or still being read: the digest tells."""
+class Checkpoint(Weights):
+    """A folder with a vocabulary."""
 
     source: str
-    folder: Path
-    digesting: Future[str]
     tokenizer: bytes  # the content of tokenizer.json
     table: TokenTable  # its vocabulary
     vocabulary: VocabularyFacts
-    tensors: Mapping[str, Stored]  # every tensor in the weight files
     context: int | None = None  # the longest sequence that is asked for; None: the model's
-
-    @property
-    def digest(self) -> str:
-        """Return the SHA-256 of config.json and weights, waiting for it; `CheckpointError` for
-        damaged weights."""
-        return self.digesting.result()
 
     @property
     def is_coded(self) -> bool:
@@ -138,9 +130,9 @@ def open_checkpoint(source: str, *, wait: bool = True) -> Checkpoint:
         weight_files(folder)  # report errors that need no weights before reading them
     with loading("reading", 0):
         tokenizer, table, vocabulary = read_language(folder)
-    weights = open_weights(folder, wait=wait)
-    named, tensors = spelled(source), weights.tensors
-    return Checkpoint(named, folder, weights.digesting, tokenizer, table, vocabulary, tensors)
+    own = open_weights(folder, wait=wait)
+    whole = (spelled(source), tokenizer, table, vocabulary)
+    return Checkpoint(folder, own.digesting, own.tensors, *whole)
 
 
 def open_weights(folder: Path, *, wait: bool = True) -> Weights:
@@ -243,11 +235,8 @@ def _stored(file: Path, entry: dict[str, Any], data: int, identity: Identity) ->
 def _refuse_kinds(tensors: Mapping[str, Stored]) -> None:
     """`CheckpointError` for quantised numbers without scales."""
     for name, stored in tensors.items():
-        if stored.kind not in FLOAT_TYPES and stored.kind.startswith(("F", "BF")):
-            raise CheckpointError(
-                f"{stored.file}: tensor {name} has numbers of type {stored.kind}; take weights "
-                f"of type {', '.join(FLOAT_TYPES)}"
-            )
+        if stored.kind.startswith(("F", "BF")):
+            stored.refuse_kind(name)
 
 
 def weight_files(folder: Path) -> list[Path]:

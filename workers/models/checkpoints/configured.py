@@ -28,7 +28,6 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import is_composite, text_part
 from dovetail.workers.models.checkpoints.context import limit_context
 from dovetail.workers.models.checkpoints.files import damaged, read_json, reason, shown
-from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 
 CORRECT = "correct it, or take the config.json that belongs to the weights"
 BESIDE_TEXT = {"phi4_multimodal": "model.embed_tokens_extend"}
@@ -317,13 +316,7 @@ def refuse_misshapen(model: Any, checkpoint: Checkpoint) -> None:
     Missing and extra names are left to transformers."""
     for name, tensor in model.state_dict().items():
         stored = checkpoint.tensors.get(name)
-        if stored is not None and stored.shape != tuple(tensor.shape):
-            raise damaged(
-                f"{checkpoint.folder}: tensor {name} has the shape {list(stored.shape)}, where "
-                f"config.json calls for {list(tensor.shape)}"
-            )
-        if stored is not None and tensor.is_floating_point() and stored.kind not in FLOAT_TYPES:
-            raise CheckpointError(
-                f"{stored.file}: tensor {name} has numbers of type {stored.kind}; take weights "
-                f"of type {', '.join(FLOAT_TYPES)}"
-            )
+        if stored is not None:
+            stored.refuse_shape(name, tensor.shape, checkpoint.folder)
+            if tensor.is_floating_point():
+                stored.refuse_kind(name)

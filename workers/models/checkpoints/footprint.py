@@ -162,8 +162,7 @@ def in_blocks(folder: Path) -> bool:
 
 def half_of(tensors: Sequence[Tensor]) -> bool:
     """Return whether all matrices are stored in one type of 16 bits, for `half` weights."""
-    kinds = {tensor.kind for tensor in tensors if len(tensor.shape) == 2}
-    return len(kinds) == 1 and kinds <= {"F16", "BF16"}
+    return type_of_matrices(tensors) != "fp32"
 
 
 def type_of_matrices(tensors: Sequence[Tensor]) -> str:
@@ -274,6 +273,12 @@ def sizes_in(
     return sizes_by_tensors(sizes, tensors, weights, library=library)
 
 
+def bytes_of_codes(numbers: int, bits: int) -> int:
+    """Return the bytes of the codes of this many weights: 4 or 8 bits each, with 2 x 16 bits for 64
+    weights of 4."""
+    return -(-numbers // 64) * (32 + 4) * (1 if bits <= 4 else 2)
+
+
 def substitute_footprint(tensors: Sequence[Tensor], bits: int) -> Footprint:
     """Return the memory of a substitute's process whose codes have `bits` bits, once they exist."""
     layers = layers_in(tensors)
@@ -281,7 +286,7 @@ def substitute_footprint(tensors: Sequence[Tensor], bits: int) -> Footprint:
     inside = {tensor.name for layer in layers for tensor in layer}
     rest = [tensor for tensor in tensors if tensor.name not in inside] + tied_head(tensors)
     stored = [sum(tensor.stored_bytes for tensor in part) for part in (*layers, *zip(rest))]
-    codes = -(-numbers // 64) * (32 + 4) * (1 if bits <= 4 else 2)
+    codes = bytes_of_codes(numbers, bits)
     ends = sum(tensor.stored_bytes for tensor in rest)
     return Footprint(PROCESS_BYTES, codes + ends, loading=max(stored, default=0))
 

@@ -130,21 +130,14 @@ def _hosted(source: str) -> Hosted:
 def _ask_hub(source: str) -> None:
     """Raise `CheckpointError` unless the hub answers that it has a model, and the file of it."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     hosted = _hosted(source)
     try:
         found = HfApi().model_info(hosted.name, revision=hosted.revision, timeout=ASK_S)
     except OfflineModeIsEnabled:
         raise _unreachable(source, "HF_HUB_OFFLINE is set") from None
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise _refused(source, error) from None
-    except HfHubHTTPError as error:
+    except HfHubHTTPError as error:  # also for a repository or revision that is not there
         raise _refused(source, error) from None
     except Exception as error:  # the client's own errors are of one library or another
         raise _unreachable(source, reason(error)) from None

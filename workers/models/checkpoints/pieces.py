@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.files import damaged
 from dovetail.workers.models.checkpoints.gguf.kinds import MXFP4
 from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows
@@ -186,18 +185,9 @@ class Pieces:
         return ((piece, shape) for piece in pieces)
 
     def _refuse_piece(self, piece: str, shape: Sequence[int], folder: Path) -> None:
-        stored = self.tensors[piece]
-        if stored.shape != tuple(shape):
-            raise damaged(
-                f"{folder}: tensor {piece} has the shape {list(stored.shape)}, where config.json "
-                f"calls for {list(shape)}"
-            )
-        coded = piece.endswith((BLOCKS, EXPONENTS))
-        if stored.kind not in (CODE_TYPES if coded else FLOAT_TYPES):
-            raise CheckpointError(
-                f"{stored.file}: tensor {piece} has numbers of type {stored.kind}; take weights "
-                f"of type {', '.join(CODE_TYPES if coded else FLOAT_TYPES)}"
-            )
+        coded, stored = piece.endswith((BLOCKS, EXPONENTS)), self.tensors[piece]
+        stored.refuse_shape(piece, shape, folder)
+        stored.refuse_kind(piece, CODE_TYPES if coded else FLOAT_TYPES)
 
 
 def leave_unread(part: nn.Module, name: str, experts: UnreadStack, *, blocks: bool) -> None:

@@ -1,5 +1,6 @@
 """The place of a tensor's numbers in a weight file, and their types."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,6 +89,22 @@ class Stored:
             raise unreadable(self.file, error) from None
         if count != len(block):
             raise self._unreadable(name)
+
+    def refuse_shape(self, name: str, shape: Sequence[int], folder: Path) -> None:
+        """`CheckpointError` if the tensor, called `name`, has another shape than config.json's."""
+        if self.shape != tuple(shape):
+            raise damaged(
+                f"{folder}: tensor {name} has the shape {list(self.shape)}, where config.json "
+                f"calls for {list(shape)}"
+            )
+
+    def refuse_kind(self, name: str, kinds: Collection[str] = FLOAT_TYPES) -> None:
+        """`CheckpointError` if the numbers of the tensor, called `name`, are of another type."""
+        if self.kind not in kinds:
+            raise CheckpointError(
+                f"{self.file}: tensor {name} has numbers of type {self.kind}; take weights of type "
+                f"{', '.join(kinds)}"
+            )
 
     def _unreadable(self, name: str) -> CheckpointError:
         return damaged(f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers")

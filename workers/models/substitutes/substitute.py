@@ -32,7 +32,7 @@ from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.backends.packing import pack_and_drop
-from dovetail.workers.models.backends.placement import Place, bytes_of_codes
+from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import (
     DeviceHead,
     ResidentDraft,
@@ -47,6 +47,7 @@ from dovetail.workers.models.checkpoints.architecture import refuse_without_kern
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
+from dovetail.workers.models.checkpoints.footprint import bytes_of_codes
 from dovetail.workers.models.checkpoints.loader import expert_shapes, linear_shapes, open_skeleton
 from dovetail.workers.models.families.description import LayerSpec
 from dovetail.workers.models.language_model import BackEnd, LanguageModel

@@ -69,9 +69,7 @@ def qwen35moe(facts: Facts) -> Configuration:
 
 def with_convolutions(facts: Facts) -> Configuration:
     """Return what architectures have in common whose layers without key heads are convolutions."""
-    heads = facts.numbers(KV_HEADS)
-    if len({count for count in heads if count}) != 1 or len(heads) != facts.layers:
-        raise facts.refusal("its layers have several numbers of key heads, or none")
+    heads = _key_heads(facts)
     return {
         **common(facts, max(heads)),
         "norm_eps": facts.epsilon("attention.layer_norm_rms_epsilon"),
