@@ -22,7 +22,7 @@ from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.tree import Grower
 from dovetail.workers.heads.head import open_head
-from dovetail.workers.models.backends.device.ranked import Ranked
+from dovetail.workers.models.backends.device.levels import Ranked
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.speculation.proposal import Order, Shape
