@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.console.terminal import progress_bar
 from dovetail.launch.files.prompts import Prompt
-from dovetail.launch.processes.connection import Connection, cache_of, weights_of
+from dovetail.launch.processes.connection import Connection, all_serving, cache_of, weights_of
 from dovetail.protocol.errors import CheckpointError, DovetailError, UserError
 from dovetail.protocol.messages import (
     Emitted,
@@ -140,11 +140,7 @@ def agreement_of(
     from dovetail.workers.models.parity.card import reference_logits
     from dovetail.workers.models.parity.following import UnprovableError, landmarks
 
-    target = next(
-        worker
-        for worker in connection.state.workers
-        if "target" in worker.roles and not (worker.standby or worker.leaving)
-    )
+    target = all_serving(connection.state.workers, "target")[0]
     try:
         checkpoint = open_checkpoint(target.model)
     except CheckpointError as error:

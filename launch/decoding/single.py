@@ -27,7 +27,12 @@ from dovetail.launch.console.terminal import (
 )
 from dovetail.launch.files.outputs import Answers, RecordFile, open_answers
 from dovetail.launch.files.prompts import Prompt, is_unicode
-from dovetail.launch.processes.connection import Connection, ahead_of, connected_by_target
+from dovetail.launch.processes.connection import (
+    Connection,
+    ahead_of,
+    all_serving,
+    connected_by_target,
+)
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError, printable
 from dovetail.protocol.files import decode
@@ -348,13 +353,7 @@ def other_targets(result: Result) -> str:
 
 def missing_draft(before: Reported, after: Reported) -> str:
     """Return why there is no draft worker; empty if there is one."""
-    had, has = (
-        any(
-            "draft" in worker.roles and not (worker.standby or worker.leaving)
-            for worker in state.workers
-        )
-        for state in (before, after)
-    )
+    had, has = (all_serving(state.workers, "draft") for state in (before, after))
     return "" if has else "its draft worker was lost" if had else "there is no draft worker"
 
 

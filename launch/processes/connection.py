@@ -32,6 +32,7 @@ from dovetail.protocol.messages import (
     Finished,
     Recorded,
     Reported,
+    Role,
     RoundRecord,
     WorkerState,
 )
@@ -122,10 +123,7 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
             yield Connection(client, state, address=address)
         return
     if models_named and announcements():
-        note(
-            f"starting separate processes: {models_named} does not change workers that are "
-            "already running"
-        )
+        note(f"starting separate processes: {models_named} changes no running worker")
     configuration = with_choices(configuration)
     if said := blocks_in_words(configuration.settings.target):
         note(said)
@@ -175,12 +173,15 @@ def _tell_of_recordings(supervisor: Supervisor, coordinator: Child) -> None:
 def models_of(state: Reported, *, draft: bool = True) -> str:
     """Describe the models of a coordinator: "target demo (fp32) · draft demo"; `draft`: the draft's
     as well."""
-    serving = [worker for worker in state.workers if not (worker.standby or worker.leaving)]
-    workers = [
-        (role, next((worker for worker in serving if role in worker.roles), None))
-        for role in (("target", "draft") if draft else ("target",))
-    ]
-    return " · ".join(describe(role, worker) for role, worker in workers if worker is not None)
+    roles: tuple[Role, ...] = ("target", "draft") if draft else ("target",)
+    firsts = [(role, all_serving(state.workers, role)[:1]) for role in roles]
+    return " · ".join(describe(role, worker) for role, found in firsts for worker in found)
+
+
+def all_serving(workers: Sequence[WorkerState], role: Role) -> list[WorkerState]:
+    """Return the workers of a role that are neither on standby nor leaving."""
+    in_role = [worker for worker in workers if role in worker.roles]
+    return [worker for worker in in_role if not (worker.standby or worker.leaving)]
 
 
 def kernels_of(state: Reported) -> str:
@@ -202,12 +203,10 @@ def slow_kernels(state: Reported) -> list[str]:
 
 def ends_of(state: Reported) -> str:
     """Describe the end tokens of a coordinator's target; empty without a target."""
-    targets = (worker for worker in state.workers if "target" in worker.roles)
-    serving = next((one for one in targets if not (one.standby or one.leaving)), None)
-    if serving is None:
-        return ""
-    ends = ", ".join(map(printable, serving.ends))
-    return f"replies end at {ends}" if ends else "no token ends a reply, only max_tokens"
+    for target in all_serving(state.workers, "target")[:1]:
+        ends = ", ".join(map(printable, target.ends))
+        return f"replies end at {ends}" if ends else "no token ends a reply, only max_tokens"
+    return ""
 
 
 def ahead_of(draft: DraftSettings) -> bool | None:
@@ -226,11 +225,8 @@ def speaks_http(address: str | None) -> bool:
     if address is None or is_url(address):
         return address is not None
     if address != "ipc" and not address.startswith(("ipc://", "tcp://")):
-        url = (
-            f"http://{address}"
-            if re.fullmatch(r"[\w.-]+:\d+|\[[\da-fA-F:.]+\]:\d+", address)
-            else "http://HOST:PORT"
-        )
+        named = re.fullmatch(r"[\w.-]+:\d+|\[[\da-fA-F:.]+\]:\d+", address)
+        url = f"http://{address if named else 'HOST:PORT'}"
         raise UserError(
             f"{address!r} is not an address: write {url} for a server over HTTP; ipc://PATH or "
             "tcp://HOST:PORT for a coordinator"
@@ -240,13 +236,9 @@ def speaks_http(address: str | None) -> bool:
 
 def _check_no_url(address: str | None) -> None:
     if address is not None and is_url(address):
-        remedy = (
-            "on the server's machine leave --connect out, elsewhere name the "
-            "coordinator's address (tcp://HOST:PORT)"
-        )
         raise UserError(
-            f"{address} is the URL of a server, and this command speaks with its coordinator: "
-            f"{remedy}"
+            f"{address} is the URL of a server: name its coordinator's address (tcp://HOST:PORT), "
+            "or on its machine leave --connect out"
         )
 
 
@@ -318,30 +310,19 @@ def open_client(
 def names_models(configuration: Configuration) -> str:
     """The first flag that concerns the workers, unlike `--draft none` and `--draft.ahead`, which
     any coordinator can serve."""
-    flags = (
-        n
-        for n, origin in configuration.origins.items()
-        if n.split(".")[0] in ("target", "draft") and origin.startswith(("--", POSITIONAL))
-    )
-    wishes = {
-        "draft.ahead",
-        *(("draft.kind",) if configuration.value("draft.kind") == "none" else ()),
-    }
-    return next((f"--{name}" for name in flags if name not in wishes), "")
+    wishes = ["draft.ahead"]
+    wishes += ["draft.kind"] if configuration.value("draft.kind") == "none" else []
+    for name, origin in configuration.origins.items():
+        ours = name.startswith(("target.", "draft.")) and name not in wishes
+        if ours and origin.startswith(("--", POSITIONAL)):
+            return f"--{name}"
+    return ""
 
 
 def describe(role: str, worker: WorkerState) -> str:
     """Describe the model of a worker: "target demo (int8)"."""
-    details = ", ".join(
-        filter(
-            None,
-            (
-                weights_of(worker),
-                "cache half" if cache_of(worker) == "half" else "",
-                worker.placement,
-            ),
-        )
-    )
+    cache = "cache half" if cache_of(worker) == "half" else ""
+    details = ", ".join(filter(None, (weights_of(worker), cache, worker.placement)))
     return f"{role} {shorten_model(worker.model)}" + (f" ({details})" if details else "")
 
 
@@ -384,9 +365,7 @@ def connected_by_target(
 
 def _folder(workers: tuple[WorkerState, ...]) -> Path | None:
     """The folder of the serving target; None if it is on another machine, or not found."""
-    for worker in workers:
-        if "target" not in worker.roles or worker.standby or worker.leaving:
-            continue
+    for worker in all_serving(workers, "target"):
         if worker.host != socket.gethostname():
             return None
         with suppress(OSError):

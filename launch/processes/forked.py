@@ -261,15 +261,16 @@ def begun() -> bool:
 
 def taken_bytes() -> int:
     """Return its memory, which will be part of the workers'."""
-    return sum(_anonymous_bytes(begun.process.pid) for begun in _begun)
+    return sum(status_bytes(begun.process.pid, "RssAnon:") for begun in _begun)
 
 
-def _anonymous_bytes(process: int) -> int:
+def status_bytes(pid: int, field: str) -> int:
+    """Return a size of a process as the kernel counts it (proc(5), status); 0 once it has ended."""
     try:
-        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
-    except OSError:  # it has ended
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    except OSError:
         return 0
-    found = [line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:")]
+    found = [line.split()[1] for line in status.splitlines() if line.startswith(field)]
     return sum(int(kib) * 1024 for kib in found)
 
 

@@ -7,7 +7,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 from dovetail.protocol.errors import UserError
 
@@ -43,9 +44,11 @@ class Notifier:
         self._parts, self._ready, self._heard = frozenset(parts), set[str](), set[str]()
         self._due_s = self._extend_s = -math.inf
 
-    def part(self, name: str, serves: Callable[[], None] = lambda: None) -> "LoopNotifier":
-        """Return the notifier of one of the loops."""
-        return LoopNotifier(self, name, serves)
+    def part(self, name: str, serves: Callable[[], None] = lambda: None) -> SimpleNamespace:
+        """Return the notifier of one of the loops, through the interface of a worker's loop;
+        `serves` is called when the worker starts to serve."""
+        ready, progress = partial(self.ready, name), partial(self.progress, name)
+        return SimpleNamespace(ready=ready, progress=progress, serves=serves)
 
     def ready(self, part: str = "") -> None:
         """Note that a part is ready; notify once, when all are."""
@@ -81,20 +84,3 @@ class Notifier:
                 sender.sendto(text.encode(), self._name)
             except OSError as error:
                 log.warning("NOTIFY_SOCKET did not get %s: %s", text, error.strerror)
-
-
-@dataclass(frozen=True)
-class LoopNotifier:
-    """A loop of a process, through the interface of a worker's loop."""
-
-    notifier: Notifier
-    name: str
-    serves: Callable[[], None]  # called when the worker starts to serve
-
-    def ready(self) -> None:
-        """Notify that this loop is ready."""
-        self.notifier.ready(self.name)
-
-    def progress(self) -> None:
-        """Notify of its progress."""
-        self.notifier.progress(self.name)

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 from dovetail.launch.console.terminal import Intervals, counted, loading_text, note, spinner
 from dovetail.launch.files.directory import remove_unused_logs, runtime_directory
-from dovetail.launch.processes.connection import describe, shorten_model
+from dovetail.launch.processes.connection import all_serving, describe, shorten_model
 from dovetail.launch.processes.stack import POLL_S, Played
 from dovetail.launch.processes.supervise import GRACE_S, Child, Unwinding
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
@@ -67,16 +66,10 @@ class Change:
             )
             self._placed = True
             found[part] = {**summary_of(newcomer, old), **figures(done)}
-            place = (
-                f"has replaced {old.name} (pid {old.pid} on {old.host})"
-                if old is not None
-                else "serves with the others"
-                if self._beside
-                else "is in place"
-            )
+            place = "serves with the others" if self._beside else "is in place"
+            place = f"has replaced {where(old)}" if old is not None else place
             self.words.append(
-                f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) {place}, "
-                f"{describe(part, newcomer)}: {told(done)}"
+                f"{where(newcomer)} {place}, {describe(part, newcomer)}: {told(done)}"
             )
             if old is None:
                 self._let_go_latecomers(part, before)
@@ -98,18 +91,13 @@ class Change:
             return None
         if old is None:
             return leaver(workers, part, None)
-        same = [worker for worker in workers if worker.worker_epoch == old.worker_epoch]
-        return next(
-            iter(
-                same
-                or [
-                    worker
-                    for worker in all_serving(workers, part)
-                    if (worker.name, worker.host) == (old.name, old.host)
-                ]
-            ),
-            None,
-        )
+        found = [worker for worker in workers if worker.worker_epoch == old.worker_epoch]
+        found += [
+            worker
+            for worker in all_serving(workers, part)
+            if (worker.name, worker.host) == (old.name, old.host)
+        ]
+        return next(iter(found), None)
 
     def _let_go_latecomers(self, part: Role, before: Sequence[WorkerState]) -> None:
         """Drain workers that registered in this role while the newcomer was tried, unless no worker
@@ -119,21 +107,12 @@ class Change:
             if late.worker_epoch not in known:
                 gone = wait_for(self._client, self._client.dismiss(late.worker_epoch, last=False))
                 self.words.append(
-                    f"{late.name} (pid {late.pid} on {late.host}) registered in the meantime "
-                    f"and was drained: {told(gone)}"
+                    f"{where(late)} registered in the meantime and was drained: {told(gone)}"
                 )
 
 
 def serving(workers: Sequence[WorkerState], role: Role) -> WorkerState | None:
     return next(iter(all_serving(workers, role)), None)
-
-
-def all_serving(workers: Sequence[WorkerState], role: Role) -> list[WorkerState]:
-    return [
-        worker
-        for worker in workers
-        if role in worker.roles and not (worker.standby or worker.leaving)
-    ]
 
 
 def summary_of(newcomer: WorkerState, old: WorkerState | None) -> dict[str, Any]:
@@ -172,13 +151,9 @@ def leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> 
     if replaced is not None:
         return named(serving, replaced)
     if len(serving) > 1:
-        choices = ", ".join(
-            f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in serving
-        )
-        raise UserError(
-            f"there are {len(serving)} {role} workers, {choices}: choose with --replace, or "
-            "--beside for none"
-        )
+        choices = ", ".join(map(where, serving))
+        text = f"there are {len(serving)} {role} workers, {choices}"
+        raise UserError(f"{text}: choose with --replace, or --beside for none")
     return serving[0] if serving else None
 
 
@@ -206,20 +181,14 @@ def wait_until_here(
     intervals = Intervals()
     with spinner() as say:
         while True:
-            pid, host = (
-                (child.process.pid, socket.gethostname()) if child is not None else (None, None)
-            )
             state = client.status()
             loading = [told for told in state.loading if told.name == name]
             say(f"loading {name}" + loading_text(loading))
             if not sys.stderr.isatty():
                 intervals.tell(loading)
             for worker in state.workers:
-                if (
-                    worker.standby
-                    and worker.name == name
-                    and (pid is None or (worker.pid, worker.host) == (pid, host))
-                ):
+                ours = child is None or (worker.pid, worker.host) == (child.pid, child.host)
+                if worker.standby and worker.name == name and ours:
                     return worker
             if child is not None and child.ended:
                 failure = child.failure()
@@ -230,18 +199,15 @@ def wait_until_here(
 def is_in_place(client: Client, newcomer: WorkerState) -> bool:
     """True if it has sessions, or may have: then the change continues without us, and we must not
     end it."""
-    here = next(
-        (
-            worker
-            for worker in client.status().workers
-            if worker.worker_epoch == newcomer.worker_epoch
-        ),
-        None,
-    )
-    if here is None or here.standby:
-        return False
-    note(f"{newcomer.name} is in place and stays; the change continues, as `dovetail status` shows")
-    return True
+    for worker in client.status().workers:
+        if worker.worker_epoch == newcomer.worker_epoch and not worker.standby:
+            note(f"{newcomer.name} is in place and stays; `dovetail status` shows the change")
+            return True
+    return False
+
+
+def where(worker: WorkerState) -> str:
+    return f"{worker.name} (pid {worker.pid} on {worker.host})"
 
 
 def named(workers: Sequence[WorkerState], name: str) -> WorkerState:
@@ -252,15 +218,11 @@ def named(workers: Sequence[WorkerState], name: str) -> WorkerState:
     ]
     if len(found) == 1:
         return found[0]
-    choices = ", ".join(
-        f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in found or workers
-    )
+    choices = ", ".join(map(where, found or workers))
     if found:
         raise UserError(f"{len(found)} workers are called {name!r}: choose by pid from {choices}")
-    raise UserError(
-        f"there is no worker {name!r}: "
-        + (f"choose one of {choices}" if workers else "none is registered")
-    )
+    there = f"choose one of {choices}" if workers else "none is registered"
+    raise UserError(f"there is no worker {name!r}: {there}")
 
 
 def wait_for(client: Client, request: int) -> Swapped | Dismissed:
@@ -279,9 +241,9 @@ def told(done: Swapped | Dismissed) -> str:
     """Describe what happened to the sessions."""
     if not (done.moved or done.stayed):
         return "no session had to move"
-    parts = [f"{counted(done.moved, 'session')} moved", f"{done.stayed} ended where they were"]
-    return ", ".join(
-        (*parts, f"the longest pause between tokens was {1e3 * done.longest_pause_s:.0f} ms")
+    return (
+        f"{counted(done.moved, 'session')} moved, {done.stayed} ended where they were, the longest "
+        f"pause between tokens was {1e3 * done.longest_pause_s:.0f} ms"
     )
 
 
@@ -328,9 +290,7 @@ class Newcomer(Unwinding):
     def _part_with(self, child: Child) -> None:
         child.log.close()
         if self._stays:
-            child.process.returncode = (
-                0  # from here on it is not our child: no wait, no ResourceWarning
-            )
+            child.process.returncode = 0  # it is not our child any more: no ResourceWarning
             note(f"the output of {self._name} goes to {self._path}")
             return
         child.process.terminate()

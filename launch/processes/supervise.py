@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn, Self
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes import forked, nursery, warden
 from dovetail.launch.processes.child import LET_GO
-from dovetail.launch.processes.forked import Process, Talk, new_log, run_module
+from dovetail.launch.processes.forked import Process, Talk, new_log, run_module, status_bytes
 from dovetail.protocol.errors import DovetailError, UserError, printable
 from dovetail.protocol.memory import Kills, count_kills, process_load, why_killed
 
@@ -143,24 +143,15 @@ class Child:
 
     def peak_rss_bytes(self) -> int:
         """Its peak memory as the kernel counts it; 0 once it has ended."""
-        return self._status_bytes("VmHWM:")
+        return status_bytes(self.pid, "VmHWM:")
 
     def rss_bytes(self) -> int:
         """Return its memory as the kernel counts it; 0 once it has ended."""
-        return self._status_bytes("VmRSS:")
+        return status_bytes(self.pid, "VmRSS:")
 
     def cpu_s(self) -> float:
         """Return the CPU time that it has used in seconds; 0 once it has ended."""
-        return 0.0 if self.ended else process_load(self.process.pid)[0]
-
-    def _status_bytes(self, field: str) -> int:
-        if self.ended:
-            return 0
-        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        return next(
-            (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field)),
-            0,
-        )
+        return 0.0 if self.ended else process_load(self.pid)[0]
 
     @property
     def was_mistaken(self) -> bool:
@@ -177,13 +168,12 @@ class Child:
         code = self.process.returncode
         if code >= 0:
             return f"ended with exit code {code}"
-        why = f" ({self._why_killed()})" if self._why_killed() else ""
-        return f"was killed by {signal.Signals(-code).name}{why}"
+        why = self._why_killed()
+        return f"was killed by {signal.Signals(-code).name}{f' ({why})' if why else ''}"
 
     def _why_killed(self) -> str:
-        if self.process.returncode == -signal.SIGKILL:
-            return why_killed(self.process.pid, self.before)
-        return ""
+        killed = self.process.returncode == -signal.SIGKILL
+        return why_killed(self.pid, self.before) if killed else ""
 
     def failure(self) -> DovetailError:
         """Its error: a `UserError` if it reported a user error."""
@@ -193,16 +183,9 @@ class Child:
         advice = []
         if self.process.returncode == -signal.SIGKILL:
             advice = [SMALLER if self._why_killed() else WHO_KILLED]
-        return DovetailError(
-            "\n  ".join(
-                (
-                    f"the {self.name} {self.how_it_ended()}"
-                    + (":" if words else " and left no message"),
-                    *words,
-                    *advice,
-                )
-            )
-        )
+        ended = f"the {self.name} {self.how_it_ended()}"
+        ended += ":" if words else " and left no message"
+        return DovetailError("\n  ".join((ended, *words, *advice)))
 
 
 class Unwinding:
@@ -244,8 +227,8 @@ class Supervisor(Unwinding):
         super().__init__()
         self._apart = [warden.APART] if apart else []
         self.children: list[Child] = []
-        self._sockets: list[tuple[Child, Path]] = []
-        self._folders: list[Path] = []
+        self._folders: list[tuple[Path, Child | None]] = []
+        """Folders of sockets, and the child with which each is removed; None: with the last."""
         self._talks = contextlib.ExitStack()
         self._warden: subprocess.Popen[bytes] | None = None
 
@@ -254,9 +237,7 @@ class Supervisor(Unwinding):
         self._busy = True
         try:
             self._end(self.children, GRACE_S)
-            self._clean(self.children)
-            for folder in self._folders:
-                shutil.rmtree(folder, ignore_errors=True)
+            self._remove(folder for folder, _ in self._folders)
             self._talks.close()
             self._dismiss_warden()
         finally:
@@ -348,19 +329,12 @@ class Supervisor(Unwinding):
         if not address:
             child.process.wait()
             raise child.failure()
-        self.owns_socket(child, address)
+        self.owns_folder(Path(address.removeprefix("ipc://")).parent, child)
         return address
 
-    def owns_socket(self, child: Child, address: str) -> None:
-        """A child listens at this ipc address, in a folder that it has made and that is removed
-        with it."""
-        path = Path(address.removeprefix("ipc://"))
-        self._sockets.append((child, path))
-        self._have_minded(warden.FOLDER, str(path.parent))
-
-    def owns_folder(self, folder: Path) -> None:
-        """The folder with the children's sockets; it is removed with the last of them."""
-        self._folders.append(folder)
+    def owns_folder(self, folder: Path, child: Child | None = None) -> None:
+        """A folder with sockets, which is removed with this child, or with the last of all."""
+        self._folders.append((folder, child))
         self._have_minded(warden.FOLDER, str(folder))
 
     def check(self) -> None:
@@ -373,7 +347,7 @@ class Supervisor(Unwinding):
         """End these, and forget them. If a signal interrupts this, they are ended with the
         block."""
         self._end(children, grace_s)
-        self._clean(children)
+        self._remove(folder for folder, child in self._folders if child in children)
         self.children = [child for child in self.children if child not in children]
 
     def kill(self) -> None:
@@ -388,7 +362,7 @@ class Supervisor(Unwinding):
         self._warden = None
         for child in self.children:
             self._have_minded(warden.CHILD, str(child.process.pid))
-        for folder in [*(path.parent for _, path in self._sockets), *self._folders]:
+        for folder, _ in self._folders:
             self._have_minded(warden.FOLDER, str(folder))
 
     def _have_minded(self, kind: bytes, value: str) -> None:
@@ -428,11 +402,9 @@ class Supervisor(Unwinding):
                 child.process.wait()
             child.close()
 
-    def _clean(self, children: Sequence[Child]) -> None:
-        """Remove the socket folder of a killed coordinator."""
-        for child, path in self._sockets:
-            if child in children:
-                shutil.rmtree(path.parent, ignore_errors=True)
+    def _remove(self, folders: Iterable[Path]) -> None:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def unwind(number: signal.Signals) -> NoReturn:
