@@ -126,7 +126,7 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> str:
     if len(panels) == 1:
         width, high = WIDTH, HEIGHT
     beside = max(1, int(width // (50 + LETTER * max(map(len, names), default=1))))
-    legend = 12 + 18 * math.ceil(len(names) / beside) if len(names) > 1 else 0
+    legend = 12 + 18 * math.ceil(len(names) / beside) if len(names) > 1 or len(panels) == 1 else 0
     with drawing(width, HEAD + high + legend) as (figure, said):
         heading(figure, title)
         grid = list(figure.subplots(lines, columns, squeeze=False).flat)

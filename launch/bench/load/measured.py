@@ -6,10 +6,11 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import click
@@ -143,9 +144,12 @@ def run(
     replies: list[Reply] = []
     began_s, interrupted = time.perf_counter(), False
     pool = ThreadPoolExecutor(min(concurrency, requests))
+    ended = SimpleQueue[Future[Reply]]()
     try:
-        for future in as_completed([pool.submit(ask, number) for number in range(requests)]):
-            replies.append(future.result())
+        for place in range(requests):
+            pool.submit(ask, place).add_done_callback(ended.put)
+        while len(replies) < requests:
+            replies.append(ended.get().result())
             step()
     except KeyboardInterrupt:
         interrupted = True
