@@ -15,8 +15,10 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
     `client`: its key, empty over ipc."""
     if submit.vocabulary not in ("", target.facts.digest):
         has, asked = target.facts.digest[:16], submit.vocabulary[:16]
-        text = f"the token ids are from the vocabulary {asked}, but the target {target.model} has "
-        f"{has}: query the target and tokenize the prompt again"
+        text = (
+            f"the token ids are from the vocabulary {asked}, but the target {target.model} has "
+            f"{has}: query the target and tokenize the prompt again"
+        )
         raise RequestError("vocabulary", text)
     context = target.limits.context
     least = sum(map(target.spelling.least_tokens, (submit.text or "", *(submit.turns or ()))))

@@ -28,8 +28,10 @@ from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.state import State
 
 WORKER_ROLES: tuple[Role, ...] = ("target", "draft")
-DRAINED = "the {role} worker was drained by an operator and is not restarted: `dovetail swap "
-"--role {role}` starts another one"
+DRAINED = (
+    "the {role} worker was drained by an operator and is not restarted: `dovetail swap "
+    "--role {role}` starts another one"
+)
 MAX_REASONS = MAX_PROCESSES = 64
 LABEL = 8  # hexadecimal digits of a key's digest that name it in metrics
 

@@ -1,7 +1,5 @@
-"""The routes, and how errors are answered.
-
-A request is parsed (`bodies.py`), put into the target's terms (`orders.py`), decoded
-(`decoding.py`) and written (`replies.py`); `service.py` ties these together."""
+"""The routes and the error responses. A request is parsed (`bodies.py`), tokenized (`orders.py`),
+decoded (`decoding.py`) and written (`replies.py`); `service.py` combines these steps."""
 
 import os
 from collections.abc import Sequence
@@ -77,19 +75,19 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/chat/completions/{name}", **documented("chat_again"))
     async def chat_again(name: str, request: Request, stream: bool | None = None) -> Response:
-        """The reply to a conversation again, by the id of the response, as long as the journal has
-        it; as a stream, after the part given by the header Last-Event-ID. With that header it is
-        streamed unless `stream` is false."""
+        """An earlier reply to a conversation, by the id of the response, as long as the journal has
+        it. A stream begins after the part given by the header Last-Event-ID. With that header the
+        reply is streamed unless `stream` is false."""
         return await service.resume(name, request, stream=_streamed(stream, request))
 
     @app.get("/v1/completions/{name}", **documented("text_again"))
     async def text_again(name: str, request: Request, stream: bool | None = None) -> Response:
-        """The continuation of a text again, as for a conversation."""
+        """An earlier continuation of a text, as for a conversation."""
         return await service.resume(name, request, stream=_streamed(stream, request))
 
 
 def _streamed(asked: bool | None, request: Request) -> bool:
-    """True if a returning client gets a stream: by default if it has received a part of one."""
+    """True if a returning client gets a stream; by default if it has received a part of one."""
     return bool(request.headers.get("last-event-id")) if asked is None else asked
 
 
@@ -118,7 +116,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", **documented("health"))
     async def health() -> Response:
-        """Return whether this server lives and has a coordinator."""
+        """Return whether this server is alive and has a coordinator."""
         return Response(status_code=503 if service.gateway.missing else 200)
 
     @app.get("/readyz", **documented("readyz"))
@@ -134,7 +132,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/load", **documented("load"))
     async def load() -> Response:
-        """Return how many requests are being answered."""
+        """Return the number of running requests."""
         return json_response({"server_load": len(service.runs)})
 
     @app.get("/metrics", **documented("metrics"))
@@ -144,7 +142,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 UNPARSED = "There was an error parsing the body"
-"""FastAPI's message for every body that it cannot read for any reason but its JSON's syntax."""
+"""FastAPI's message for an unreadable body whose JSON syntax is valid."""
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -194,8 +192,8 @@ def _no_object(request: Request, error: Any) -> str:
 
 def _most_telling(errors: Sequence[Any]) -> list[Any]:
     """Return the most specific error about the first wrong field, preferably one about a value of
-    the right type, and behind it those of other branches about the same value. Of branches for
-    lists the one with the most right items is the most specific."""
+    the right type, followed by those of other branches about the same value. Of branches for lists,
+    the one with the most valid items is the most specific."""
     same = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
 
     def rank(error: Any) -> tuple[bool, int, list[int]]:

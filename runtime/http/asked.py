@@ -34,11 +34,11 @@ class RequestTarget:
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and reply together."""
+        """The most tokens of prompt and reply together."""
         return self.described.limits.context
 
     def name(self, known: Mapping[str, str]) -> str:
-        """Return its name without a folder's path. `known`: names by the ends of paths."""
+        """Return its name without the path of a folder. `known`: names by the ends of paths."""
         own = self.described.model
         if not own.startswith(("/", "./", "../", "~")):
             return own
@@ -74,13 +74,13 @@ class Questions:
         return len(self._waiting)
 
     def expect(self, kind: type[A]) -> asyncio.Future[A]:
-        """Return a future for the answer of this kind to a query that is sent now."""
+        """Return a future for the answer, of this type, to a query that is sent now."""
         answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._waiting.append((kind, answer))
         return answer
 
     def answered(self, reply: Described | Reported | Seen | Recalled) -> None:
-        """Resolve the first query, if it expects this kind and its caller still waits."""
+        """Resolve the first query, if it expects this type and its caller still waits."""
         if not self._waiting:
             return
         kind, answer = self._waiting.popleft()

@@ -37,7 +37,7 @@ def whole(value: Any, deep: int = 2) -> Any:
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values that JSON in UTF-8 can hold, within `DEEPEST`; else raise `ValueError`."""
+    """Return values that fit into UTF-8 JSON within `DEEPEST` levels; else raise `ValueError`."""
     layer: list[Any] = [values]
     for _ in range(DEEPEST):
         parts = (one.values() if isinstance(one, dict) else one for one in layer)
@@ -53,7 +53,7 @@ def plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Body(BaseModel):
-    """A body. Fields without effect are accepted, though the document does not promise them."""
+    """A body. Fields without effect are accepted, though the API document does not list them."""
 
     model_config = ConfigDict(
         strict=True,
@@ -61,7 +61,7 @@ class Body(BaseModel):
         allow_inf_nan=False,
         json_schema_extra={"additionalProperties": False},
     )
-    place: ClassVar[str] = ""  # the field that it is the value of
+    place: ClassVar[str] = ""  # the field whose value it is
     benign: ClassVar[frozenset[str]] = BENIGN
 
     @model_validator(mode="before")
@@ -84,13 +84,13 @@ class StreamOptions(Body):
     benign = frozenset({"include_obfuscation"})
 
     include_usage: bool = Field(
-        False, description="a last chunk has the numbers of tokens read and written"
+        False, description="a last chunk has the numbers of prompt and reply tokens"
     )
     continuous_usage_stats: bool = Field(False, description="every chunk does")
 
 
 class Wishes(Body):
-    """Fields of our own."""
+    """Dovetail's own fields."""
 
     place = "dovetail"
     benign = frozenset()
@@ -101,14 +101,14 @@ class Wishes(Body):
     speculate: bool = Field(True, description="false: the target alone decodes this request")
     event_ids: bool = Field(
         False,
-        description="each event of a stream has an id, with which a client that was cut off goes "
-        "on: as the header Last-Event-ID of the same request, or of GET with the response's id",
+        description="each event of a stream has an id, with which a disconnected client continues: "
+        "as the header Last-Event-ID of the same request, or of GET with the response's id",
     )
     fit: bool | None = Field(
         None,
-        description="lower a max_tokens that does not fit into the context to what fits, and "
-        "report that in metrics.max_tokens of the reply; false: refuse such a request; left "
-        "out: the setting http.fit",
+        description="lower a max_tokens that does not fit into the context, and report the value "
+        "in metrics.max_tokens of the reply; false: refuse such a request; default: the setting "
+        "http.fit",
     )
 
 
@@ -116,7 +116,7 @@ class Decoding(Body):
     """The fields that both kinds of completions share; defaults are the server's settings."""
 
     model: str | None = Field(
-        None, max_length=512, description="name of the served model; left out: that one"
+        None, max_length=512, description="name of the served model, which is the default"
     )
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
         None, description="replies to each prompt, each with its own noise"
@@ -149,7 +149,7 @@ class Decoding(Body):
             Field(max_length=MAX_BIASES),
         ]
         | None
-    ) = Field(None, description="token id -> what is added to its logit")
+    ) = Field(None, description="token id -> bias added to its logit")
     dovetail: Wishes | None = None
 
     @model_validator(mode="before")
@@ -218,7 +218,7 @@ TemplateValues = Annotated[
 
 
 class ChatMessage(Body):
-    """A message of a conversation: text, whole or in parts. Fields of replies may stay."""
+    """A message of a conversation: text, whole or in parts. Fields of a reply are allowed."""
 
     place = "messages"
     benign = frozenset(
@@ -270,10 +270,10 @@ class ChatBody(Decoding):
     max_tokens: ReplyLength | None = None
     max_completion_tokens: ReplyLength | None = None
     logprobs: bool | None = Field(
-        None, description="each token comes with its natural log-probability"
+        None, description="return the natural log-probability of each token"
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(
-        None, description="likeliest alternatives of each token; needs logprobs"
+        None, description="number of likeliest alternatives of each token; needs logprobs"
     )
     chat_template_kwargs: TemplateValues | None = None
 
@@ -282,14 +282,14 @@ class CompletionBody(Decoding):
     """The body of /v1/completions."""
 
     prompt: str | Strings | TokenIds | TokenLists
-    max_tokens: Length | None = Field(None, description="-1: to the end; left out: 16")
+    max_tokens: Length | None = Field(None, description="-1: to the end; default: 16")
     echo: bool | None = Field(
         None,
-        description="the prompt comes before the reply, with its log-probabilities if logprobs "
-        "is given",
+        description="return the prompt before the reply, with its log-probabilities if logprobs is "
+        "given",
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(
-        None, description="log-probabilities of each token, and of this many of the likeliest ones"
+        None, description="log-probabilities of each token and of this many likeliest ones"
     )
 
 
@@ -303,10 +303,10 @@ class TokenizeBody(Body):
         | None
     ) = None
     add_special_tokens: bool = Field(
-        True, description="whether a prompt gets what the tokenizer puts around a text"
+        True, description="whether a prompt gets the tokenizer's special tokens around it"
     )
     add_generation_prompt: bool = Field(
-        True, description="whether messages are followed by what begins a reply"
+        True, description="whether messages are followed by the beginning of a reply"
     )
     chat_template_kwargs: TemplateValues | None = None
     return_token_strs: bool = False

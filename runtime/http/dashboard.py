@@ -1,7 +1,7 @@
 """The dashboard: one page at `/`, and the state that it and `dovetail top` poll over HTTP. The
 coordinator is queried only on such a poll, and at most twice a second however many pages are open.
-The page is plain static files without secrets; it asks the user for the key. Its headers allow
-nothing from elsewhere and no inline script, and forbid MIME sniffing.
+The page is plain static files without secrets; it asks the user for the key. Its headers forbid
+content from elsewhere, inline scripts and MIME sniffing.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Shown = Literal["full", "anonymous", "off"]
 
 EVERY_S = 1.0  # seconds between two requests of a page
 FRESH_S = 0.5  # seconds for which an answer is cached
-MOST_LOOKS = 8  # the most messages read for one update; the rest comes with the next request
+MOST_LOOKS = 8  # the most messages read for one update; the next request reads the rest
 STATE_PATH = "/dashboard/state"
 FOLDER = Path(__file__).parent / "page"
 TYPES = {

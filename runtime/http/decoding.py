@@ -1,8 +1,8 @@
-"""One HTTP request while it is decoded: a queue of the coordinator's messages about its replies, in
-order, read by the writer of the response. It ends with the last reply, with an error, or when the
-client disconnects, which cancels the running replies at once. If the coordinator's queue is full
-and has no place for any reply, the request is refused; otherwise further replies are submitted as
-earlier ones end."""
+"""One HTTP request while it is decoded: an ordered queue of the coordinator's messages about its
+replies, read by the writer of the response. It ends with the last reply, with an error, or when the
+client disconnects, which cancels the running replies at once. If the coordinator's queue has room
+for none of the replies, the request is refused; otherwise further replies are submitted as earlier
+ones end."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from dovetail.runtime.http.errors import RETRY_AFTER_S, ApiError, of_failure, un
 from dovetail.runtime.http.gateway import Gateway
 from dovetail.runtime.http.orders import Order
 
-AT_ONCE = 16  # replies of one request that are decoded at a time, to leave room for others
+AT_ONCE = 16  # replies of one request that are decoded at a time, to leave room for other requests
 
 
 class Gone(Exception):
@@ -38,7 +38,7 @@ class Run:
         self._numbers: dict[int, int] = {}
         """Reply -> its request's number at the coordinator, while it runs."""
         self._refused: deque[int] = deque()
-        """Replies for which the queue had no place, although it had for others."""
+        """Replies for which the queue had no room, although it had for others."""
         self._begun = False  # True once one of the replies has
         self._heard: deque[tuple[int, Told]] = deque()
         self._end: ApiError | Gone | None = None
@@ -59,9 +59,9 @@ class Run:
             raise of_failure(first)
 
     async def take(self, within_s: float | None = None) -> list[tuple[int, Told]]:
-        """Return the new messages, at least one, each with the reply that it is about; empty: all
-        have ended. Raises `ApiError` if a reply failed, `Gone` if the client has disconnected, and
-        `TimeoutError` if nothing came within `within_s` seconds."""
+        """Return the new messages, at least one, each with its reply; empty: all have ended. Raises
+        `ApiError` if a reply failed, `Gone` if the client has disconnected, and `TimeoutError` if
+        nothing arrived within `within_s` seconds."""
         if not (self._heard or self._numbers or self._refused or self._end):
             return []
         await self._wait(within_s)
@@ -129,7 +129,7 @@ class Run:
             self.fail(error)
 
     async def _wait(self, within_s: float | None = None) -> None:
-        """Wait until there is something to take; raise what ended the run, or `TimeoutError`."""
+        """Wait for a message; raise the error that ended the run, or `TimeoutError`."""
         if not self._heard and self._end is None:  # a third of the cost of asyncio.timeout
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -148,5 +148,5 @@ class Run:
 
 
 def ended_early() -> ApiError:
-    """Return the error for a reply that the coordinator cancelled as it ended."""
-    return unavailable("the coordinator has ended: try again once another is running")
+    """Return the error for a reply that the coordinator cancelled when it ended."""
+    return unavailable("the coordinator has ended: try again once another one is running")

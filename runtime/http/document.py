@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import FastAPI, Response
 
 STATUSES = {
-    400: "The request is wrong; `param` names the field.",
+    400: "The request is invalid; `param` names the field.",
     401: "The API key is missing or wrong.",
     403: "Without an API key only this machine is served, under the name localhost.",
-    404: "There is no such model, or no reply with this id that is known to this client.",
+    404: "There is no such model, or no reply of this client with this id.",
     413: "The body is too large.",
     415: "The Content-Encoding of the body is not supported.",
     429: "The queue is full; `Retry-After` has the seconds to wait.",
@@ -34,7 +34,7 @@ ERRORS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("tokenize", "detokenize"), ASKING),
     **dict.fromkeys(("readyz", "version", "load", "health", "metrics"), ()),
 }
-"""Route -> the errors that it answers with."""
+"""Route -> its possible errors."""
 STREAMED = ("chat", "text", "chat_again", "text_again")
 ERROR = {  # the schema of every error's body
     "type": "object",

@@ -8,7 +8,7 @@ from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import Failed
 
 RETRY_AFTER_S = 1
-RESTART_S = 5  # a worker that is started again has to load its model first
+RESTART_S = 5  # a restarted worker must first load its model
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -21,7 +21,7 @@ BRANCHES = (
     *("nullable", "literal", "json"),
 )
 """Prefixes of union branches in an error's location, which are not field names."""
-KEY = "[key]"  # the part of a place that follows a wrong key of a table
+KEY = "[key]"  # the part of a location that follows a wrong key of a table
 
 
 class ApiError(DovetailError):
@@ -64,7 +64,7 @@ OTHERS: Mapping[str, Sequence[str]] = {
     "/tokenize": (),
     "/detokenize": (),
 }
-"""Served paths, and endings of their counterparts in other APIs."""
+"""Served paths, with the endings of corresponding paths in other APIs."""
 
 
 def wrong_method(method: str, path: str, allow: str) -> ApiError:
@@ -75,7 +75,7 @@ def wrong_method(method: str, path: str, allow: str) -> ApiError:
 
 
 def not_served(method: str, path: str) -> ApiError:
-    """Return a 404 error that names the path that was probably meant."""
+    """Return a 404 error that names the path that was probably intended."""
     end, hint = path.rstrip("/"), "/openapi.json lists what is"
     for served, others in OTHERS.items():
         if end.endswith((served.removeprefix("/v1"), *others)):
@@ -93,7 +93,7 @@ def unread(seconds: float) -> ApiError:
     """Return a 408 error: the client does not read its stream."""
     text = (
         f"this client has read nothing for {seconds:g} s (http.receive_s), and its request "
-        "was ended: read replies as they come"
+        "was ended: read replies as they arrive"
     )
     return ApiError(408, text, code="client_too_slow")
 
@@ -112,13 +112,14 @@ def of_failure(failed: Failed) -> ApiError:
         case "no_target":
             text = (
                 "there is no target worker: if one is starting, try again once it has loaded "
-                "its model; /readyz reports when"
+                "its model, as /readyz reports"
             )
             return unavailable(text, retry_after_s=RESTART_S)
         case "worker_lost":
             return unavailable(
-                "the target worker was lost during this request, and no other that computes the "
-                "same could continue it: try again once one is running, or now if /readyz is ready",
+                "the target worker was lost during this request, and no other one of its "
+                "fingerprint could continue it: try again once one is running, or now if /readyz "
+                "is ready",
                 retry_after_s=RESTART_S,
             )
         case "ticket":
@@ -141,13 +142,13 @@ KINDS = {
     "model_attributes": "an object",
     "model": "an object",
 }
-"""Descriptions of wanted values, by the beginning of the type of a validation error."""
+"""Descriptions of valid values, by the beginning of the type of a validation error."""
 MOST_SHOWN = 40
 
 
 def complaint(error: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return what follows a field's name: the problem, the value, and the remedy. `others`: errors
-    of the same value in other branches of a union."""
+    """Return the text after a field's name: the problem, the value, and the remedy. `others`:
+    errors about the same value in other branches of a union."""
     kind, context = str(error["type"]), error.get("ctx", {})
     shown = f" is {_shown(error.get('input'))}"
     bounds = {
@@ -180,7 +181,7 @@ def complaint(error: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 
 
 def _wanted(kind: str) -> str | None:
-    """Return what a field takes whose value has the wrong type."""
+    """Return a description of the valid values for a field whose value has the wrong type."""
     kind = {"finite_number": "finite", "int_from_float": "int"}.get(kind, kind)
     return KINDS.get(kind.removesuffix("_type").removesuffix("_parsing"))
 

@@ -1,6 +1,6 @@
 """The metrics at /metrics, in Prometheus's text format: under our names, and under vLLM's where
 existing dashboards and benchmarks expect them. The coordinator's counters come from its answer to
-Status, once a scrape; the latencies of clients are observed in this process. The only import of
+Status, once per scrape; the latencies of clients are measured in this process. The only import of
 `prometheus_client`, with a private registry.
 """
 
@@ -52,7 +52,7 @@ class Counts:
 
 
 class Times(Collector):
-    """A histogram for each model, without the library's lock and walk for every chunk."""
+    """A histogram per model, without the library's lock and search for every chunk."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._bounds = name, text, bounds
@@ -73,7 +73,7 @@ class Times(Collector):
 
 @dataclass
 class ReplyWatch:
-    """Times one reply as a client waits for it."""
+    """Measures the times of one reply as its client sees them."""
 
     began_s: float
     first: Counts
@@ -127,7 +127,7 @@ class Exposition:
         )
 
     def watch(self, model: str, began_s: float) -> "ReplyWatch":
-        """Return a watch for a reply of this model to a request that arrived then."""
+        """Return a stopwatch for a reply of this model to a request that arrived then."""
         return ReplyWatch(
             began_s, self._first.of(model), self._between.of(model), self._whole.of(model)
         )
@@ -141,7 +141,7 @@ class Exposition:
         connections: int,
         let_go: int,
     ) -> bytes:
-        """Return the page; without a coordinator, only the figures of this process."""
+        """Return the page; without a coordinator, only with the figures of this process."""
         self._state.reported, self._state.model = reported, model
         self._answering.set(answering)
         self._connections.set(connections)
@@ -172,7 +172,7 @@ class _State(Collector):
 def _own(reported: Reported) -> Iterable[Metric]:
     totals = reported.totals
     for name, text, value in (
-        ("uptime_seconds", "Time since the coordinator began.", reported.uptime_s),
+        ("uptime_seconds", "Time since the coordinator started.", reported.uptime_s),
         ("degraded", "Whether a part that was available is missing.", float(reported.degraded)),
         ("sessions", "Requests that are being decoded.", reported.sessions),
         (
@@ -201,7 +201,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
         ),
         ("moves", "Times that a request continued on another target.", totals.moves),
         ("rebalanced", "Moves to a faster target.", totals.rebalanced),
-        ("stale_messages", "Messages that came too late or twice.", reported.stale),
+        ("stale_messages", "Messages that arrived too late or twice.", reported.stale),
         ("refused_messages", "Peers and messages that broke the protocol.", reported.refused),
         ("prompt_tokens", "Tokens of prompts.", totals.prompt_tokens),
         ("reused_tokens", "Prompt tokens taken from the prefix cache.", totals.reused_tokens),
@@ -240,9 +240,9 @@ def _of_requests(reported: Reported) -> Iterable[Metric]:
         yield _gauge("dovetail_tau", "Tokens per round, over all rounds.", reported.tau)
     yield _counter("dovetail_rounds", "Rounds that ended.", reported.rounds)
     for name, text, count in (
-        ("finished", "were decoded to their end", reported.finished),
-        ("failed", "began and could not be decoded to their end", reported.failed),
-        ("refused", "the coordinator turned down before decoding", totals.refused_requests),
+        ("finished", "were completed", reported.finished),
+        ("failed", "began but could not be completed", reported.failed),
+        ("refused", "were refused before decoding", totals.refused_requests),
         ("cancelled", "were cancelled", reported.cancelled),
     ):
         yield _counter(f"dovetail_requests_{name}", f"Requests that {text}.", count)
@@ -259,12 +259,12 @@ def _known(reported: Reported, model: str) -> Iterable[Metric]:
         ("num_requests_running", "Requests that are being decoded.", running),
         (
             "num_requests_waiting",
-            "Requests in the queue, or whose prompt has not been read yet.",
+            "Requests that are queued, or whose prompt is being prefilled.",
             waiting,
         ),
         (
             "kv_cache_usage_perc",
-            "Share of the targets' sessions that are open; 1 is all.",
+            "Open sessions as a share of the targets' capacity.",
             totals.occupied,
         ),
     ):
@@ -283,7 +283,7 @@ def _known(reported: Reported, model: str) -> Iterable[Metric]:
     ]
     depths = [((model, str(depth)), n) for depth, n in enumerate(totals.accepted_per_depth)]
     for name, text, label, counts in (
-        ("request_success", "Requests by how they ended.", "finished_reason", ends),
+        ("request_success", "Requests by finish reason.", "finished_reason", ends),
         (
             "spec_decode_num_accepted_tokens_per_pos",
             "Rounds that accepted a node at a depth below the root.",
@@ -302,7 +302,7 @@ def _family(
     labels: Sequence[str],
     values: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
-    """Return a metric with a value for each of these label values."""
+    """Return a metric with a value for each label value."""
     family = kind(name, text, labels=labels)
     for of_labels, value in values:
         family.add_metric(of_labels, value)

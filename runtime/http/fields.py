@@ -1,7 +1,7 @@
-"""Fields of other servers that are unsupported here: their values without effect, and fields that
-never have one. From the references of OpenAI's API, vLLM, llama-server, SGLang, TGI and their
-routers. Fields in neither table are unknown and refused, as by OpenAI: the name may be misspelt, or
-the field may change the output."""
+"""Fields of other servers that are unsupported here: those with values that have no effect, and
+those that never have one. From the references of OpenAI's API, vLLM, llama-server, SGLang, TGI and
+their routers. Fields in neither table are refused as unknown, as by OpenAI: the name may be
+misspelt, or the field may change the output."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "top_logprobs": (0,),
     "echo": (False,),
-    # structured output, by whatever name
+    # structured output, under any name
     **dict.fromkeys(("grammar", "regex", "ebnf", "format"), ("",)),
     "grammar_lazy": (False,),
     "grammar_triggers": ([],),
@@ -45,7 +45,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "min_keep": (0, 1),
     "custom_params": ({},),
     "vllm_xargs": ({},),
-    # how much, and where it ends
+    # the length and the end of a reply
     **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "random_seed"), ()),
     "thinking_token_budget": (),
     **dict.fromkeys(("min_new_tokens", "n_keep", "n_discard"), (0,)),
@@ -96,11 +96,11 @@ INSTEAD: Mapping[str, str] = {
     "system": "a message with the role system",
     "system_prompt": "a message with the role system",
     "options": "its fields, next to messages",
-    "sampling_params": "its fields, beside prompt",
-    "parameters": "its fields, beside prompt",
+    "sampling_params": "its fields, next to prompt",
+    "parameters": "its fields, next to prompt",
     "inputs": "prompt",
 }
-"""Fields of other servers -> what to send here instead."""
+"""Fields of other servers -> fields to send here instead."""
 
 BENIGN = frozenset(
     (
@@ -124,7 +124,7 @@ def check_fields(
     param: str = "",
 ) -> None:
     """Accept a body whose fields are `known`, `benign` or without effect; else raise `ApiError`.
-    `param`: the field whose value the body is."""
+    `param`: the field of which the body is the value."""
     for name, value in body.items():
         if name in known or name in benign or value is None:
             continue

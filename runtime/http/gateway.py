@@ -1,8 +1,8 @@
 """The HTTP process's end of its link to the coordinator: many requests at a time, each with a
-receiver of its messages. The link is read by the event loop: its descriptors are edge-triggered, so
-it is read until it is empty after each event and after each send. When the coordinator is lost, the
-gateway reconnects, with growing intervals; requests continue on the new one if the old one had a
-journal, and else fail. Independent of HTTP.
+receiver of its messages. The event loop reads the link: its descriptors are edge-triggered, so it
+is read until empty after each event and after each send. When the coordinator is lost, the gateway
+reconnects at growing intervals; requests continue on the new one if the old one had a journal, and
+fail otherwise. Independent of HTTP.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ from dovetail.runtime.text.tokenizer import TextCodec, codec_of
 log = logging.getLogger("dovetail.http")
 
 RETRY_S, MOST_RETRY_S = 0.1, 1.0
-"""Seconds between attempts to reach a coordinator: at first, and at most."""
+"""Seconds between attempts to reach a coordinator: the first interval and the longest."""
 FRESH_S = 0.5  # seconds for which the last description of the target is valid
 BUSY_S = 0.005
 MAX_UNSENT = 4096
@@ -73,7 +73,7 @@ class Gateway:
         read: Callable[[], TextCodec | None] = lambda: None,
     ) -> None:
         """`connect` opens a link, blocking, or raises; `first` is open. `answer_s`: how long to
-        wait for answers. `read` loads the first target's tokenizer in advance; or None."""
+        wait for answers. `read`, if given, loads the first target's tokenizer early."""
         self._read_ahead = read
         self._ahead: asyncio.Future[TextCodec | None] | None = None
         self._answer_s = answer_s
@@ -96,11 +96,11 @@ class Gateway:
         self._target: RequestTarget | None = None
         self._codec: TextCodec | None = None
         """The last target's, reused if the next target has the same tokenizer."""
-        self._target_s = 0.0  # when it was last known to exist, on the loop's clock
+        self._target_s = 0.0  # when its existence was last confirmed, on the loop's clock
         self._describing = asyncio.Lock()
 
     async def run(self) -> None:
-        """Keep the link: connect, and reconnect when the coordinator is lost, until cancelled."""
+        """Connect, and reconnect when the coordinator is lost, until cancelled."""
         wait_s = RETRY_S
         self._ahead = asyncio.get_running_loop().run_in_executor(None, self._read_ahead)
         try:
@@ -137,8 +137,8 @@ class Gateway:
 
     def submit(self, submit: Submit, tell: Callable[[Told], None]) -> int:
         """Submit a completion; return its number, for `cancel`. Its messages go to the receiver
-        `tell`, the last a Finished or a Failed. One with a ticket, or that has begun, waits for the
-        next coordinator if one was just lost; otherwise `ApiError` is raised."""
+        `tell`; the last is a Finished or a Failed. If the coordinator was just lost, a request that
+        has a ticket or has begun waits for the next one; otherwise `ApiError` is raised."""
         if not (submit.again and self._comes_back):
             self._check_there()
         self._number += 1
@@ -160,8 +160,8 @@ class Gateway:
         """Return the memo of a ticket; raise `ApiError` if its owner has none."""
         try:
             question = Recall(epoch=self._epoch, request=0, ticket=ticket, owner=owner)
-        except ValidationError:  # longer than any that was handed out
-            text = f"no response {ticket[:80]!r} is known here: send its id as it came"
+        except ValidationError:  # longer than any issued one
+            text = f"no response {ticket[:80]!r} is known here: send the id unchanged"
             raise ApiError(404, text, code="reply_not_found") from None
         return (await self._ask(question, Recalled)).memo
 
@@ -171,7 +171,7 @@ class Gateway:
             self._send(Cancel(epoch=self._epoch, request=number))
 
     async def target(self) -> RequestTarget:
-        """Return the target of requests, querying it if it may have changed; raise `ApiError` if
+        """Return the target of requests, after a query if it may have changed; raise `ApiError` if
         there is none."""
         self._check_there()
         async with self._describing:
@@ -263,7 +263,7 @@ class Gateway:
             await self._changed.wait()
 
     def _close(self) -> None:
-        """Close the link, and fail everything that waits for it."""
+        """Close the link, and fail everything that depends on it."""
         self._lose(self._why)
         if self._link is not None:
             for descriptor in (self._link.fileno(), self._link.monitor_fileno()):
@@ -284,15 +284,15 @@ class Gateway:
         self._give_up(lambda asked: not (comes_back and asked.submit.ticket))
 
     def _give_up(self, given_up: Callable[[Asked], bool]) -> None:
-        """Fail these requests, since there is no coordinator for them."""
+        """Fail these requests for lack of a coordinator."""
         gone = {number: asked for number, asked in self._asked.items() if given_up(asked)}
         for number, asked in gone.items():
             del self._asked[number]
-            text = "the coordinator was lost while this request ran: try again"
+            text = "the coordinator was lost during this request: try again"
             asked.tell(Failed(epoch=self._epoch, code="coordinator_lost", text=text))
 
     def _send(self, message: Message) -> None:
-        """Send now or soon; then check for messages, whose signal sending may have consumed."""
+        """Send now or soon; then check for messages: sending may have consumed their signal."""
         frames = encode(message)
         if self._link is None:
             return
@@ -327,7 +327,7 @@ class Gateway:
         self._read(lambda link: link.take())
 
     def _look(self) -> None:
-        """Handle the last messages of a coordinator that may be lost, and find out."""
+        """Handle the last messages of a coordinator, and find out whether it is lost."""
         self._read(lambda link: link.receive(0))
 
     def _read(self, take: Callable[[Link], list[bytes] | None]) -> None:
@@ -362,8 +362,8 @@ class Gateway:
                 self._questions.answered(reply)
 
     def _welcomed(self, welcome: Welcome) -> None:
-        """Continue the requests that another coordinator had."""
-        if self._there:  # it only checks that we are still here
+        """Continue the requests of an earlier coordinator."""
+        if self._there:  # it only checks that we are still connected
             return
         self._there, self.journal = True, welcome.journal
         self._changed.set()

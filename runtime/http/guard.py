@@ -1,5 +1,5 @@
 """The guard before every route: it checks keys, host names, body sizes and encodings. A plain ASGI
-layer, since every token passes through it. Knows headers and addresses, nothing of models."""
+layer, since every token passes through it. Handles headers and addresses only."""
 
 import hashlib
 import hmac
@@ -17,14 +17,14 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS: tuple[str, ...] = ("/health", "/readyz")  # paths for supervisors, which have no key
+OPEN_PATHS: tuple[str, ...] = ("/health", "/readyz")  # paths for supervisors, which have no API key
 LOCAL_PATHS = ("/metrics",)  # open without a key on the machine itself
 STRAIGHT = "dovetail.send"
-"""Key of a stream's path around the framework, whose layers cost microseconds a token."""
+"""Scope key of a stream's path around the framework, whose layers cost microseconds per token."""
 OWNER = "dovetail.owner"
 """The scope's key for a request's owner: a digest of its API key; absent without one."""
 UNREAD = "dovetail.unread"
-"""Key of the function that ends a stream with an error if nobody reads it."""
+"""The scope's key for the function that ends an unread stream with an error."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
 ENCODINGS = (b"gzip", b"x-gzip", b"deflate")  # content encodings that are decompressed
 ANY_HEADER = 32 + zlib.MAX_WBITS  # zlib's `wbits` that accepts both gzip and zlib headers
@@ -34,7 +34,7 @@ ENCODED = (b"content-encoding", b"content-length")
 
 
 class Guard:
-    """Passes on permitted requests, and answers the others."""
+    """Passes on permitted requests, and answers the others with an error."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Guard:
         return self._too_large() if length.isdigit() and int(length[:20]) > self._most else None
 
     def _key(self, headers: dict[bytes, bytes]) -> bytes | None:
-        """Return the request's key if it is ours, compared with all in constant time."""
+        """Return the request's key if it is valid; compared with all keys in constant time."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         keys = [key.encode() for key in self._keys]
         equal = [key for key in keys if hmac.compare_digest(given.strip(), key)]
@@ -132,8 +132,8 @@ class Guard:
 
 
 class Refused(BaseException):
-    """A body is refused while it arrives: too large if there is no error. Not an `Exception`, so
-    that readers of the body do not catch it."""
+    """A body is refused while it arrives: with an error, or None if it is too large. Not an
+    `Exception`, so that readers of the body do not catch it."""
 
     def __init__(self, error: ApiError | None = None) -> None:
         self.error = error
@@ -188,7 +188,7 @@ def shared(app: App, cors: str) -> App:
 
 
 async def answer(error: ApiError, send: Send) -> None:
-    """Answer with an error. The connection stays open, or a sending client would lose it."""
+    """Answer with an error; the connection stays open for clients that are still sending."""
     body = json.dumps(error.body).encode()
     headers = {
         "content-type": "application/json",
@@ -206,8 +206,8 @@ async def answer(error: ApiError, send: Send) -> None:
 
 
 def is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
-    """Return whether the request comes from this machine, and not through a proxy, which adds a
-    header."""
+    """Return whether the request comes from this machine, and not through a proxy, which would add
+    a header."""
     client = scope.get("client")
     return (
         client is not None

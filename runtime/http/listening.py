@@ -1,4 +1,4 @@
-"""The listening socket of the HTTP API, and errors about it; knows nothing of servers."""
+"""The listening socket of the HTTP API, and errors about it."""
 
 import errno
 import socket
@@ -7,11 +7,11 @@ from dovetail.protocol.errors import UserError
 
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 64 << 10
-"""Bytes kept by the kernel for a client that does not read: enough for a stream."""
-FIRST_FREE_PORT = 1024  # ports below it are the administrator's
+"""Bytes that the kernel buffers for a client that does not read: enough for a stream."""
+FIRST_FREE_PORT = 1024  # lower ports need an administrator
 OWN_ADDRESS = (
-    "set --http.host to 127.0.0.1 for clients on this machine, or to 0.0.0.0 for those on others "
-    "too"
+    "set --http.host to 127.0.0.1 for clients on this machine, or to 0.0.0.0 for other "
+    "machines, too"
 )
 OTHER_PORT = "choose another port with --http.port (0: any free one)"
 
@@ -26,8 +26,7 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"http.host = {host!r} is neither an address nor a name that is known here ({why}): "
-            f"{OWN_ADDRESS}"
+            f"http.host = {host!r} is neither an address nor a known name ({why}): {OWN_ADDRESS}"
         ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -47,11 +46,11 @@ def refusal(host: str, port: int, error: OSError) -> str:
             return f"http.host = {host!r} is not an address of this machine: {OWN_ADDRESS}"
         case errno.EACCES if port < FIRST_FREE_PORT:
             return (
-                f"http.port = {port} is below {FIRST_FREE_PORT}, which this user may not listen "
-                f"at: choose a port from {FIRST_FREE_PORT} on with --http.port"
+                f"http.port = {port} is below {FIRST_FREE_PORT}, where this user may not listen: "
+                f"choose a port from {FIRST_FREE_PORT} on with --http.port"
             )
         case errno.EADDRINUSE:
-            return f"{host} port {port} is in use: stop the process that has it, or {OTHER_PORT}"
+            return f"{host} port {port} is in use: stop the process that uses it, or {OTHER_PORT}"
         case _:
             return (
                 f"cannot listen at {host} port {port} ({error.strerror}): {OWN_ADDRESS}, or "

@@ -1,6 +1,5 @@
-"""Turns a body into the target's terms: prompts as token ids, and for each reply a Submit. Pure;
-long prompts take time. Knows bodies and the target's text, nothing of sockets. Whatever does not
-fit raises an `ApiError` naming the field."""
+"""Turns a body into token ids of its prompts, and a Submit for each reply. Pure; long prompts take
+time. Whatever is invalid raises an `ApiError` that names the field."""
 
 import secrets
 import time
@@ -63,17 +62,19 @@ class Order:
     usage_always: bool
     wishes: Wishes
     logprobs: int | None = None  # the number of alternatives with log-probabilities for each token
-    echo: tuple[str, ...] | None = None  # the prompts as text, if they precede the replies
+    echo: tuple[str, ...] | None = (
+        None  # the prompts as text, if they are returned before the replies
+    )
     name: str = ""  # the id of the response, which is unguessable
     asked: int = 0  # the max_tokens of the request; 0 if it has none
-    created: int = 0  # when the request came, in seconds since 1970
+    created: int = 0  # when the request arrived, in seconds since 1970
 
     @property
     def echoed(self) -> bool:
         return self.echo is not None
 
     def prompt(self, index: int) -> str:
-        """Return the text of the prompt that precedes a reply; empty if none does."""
+        """Return the prompt's text, if it is returned before the reply; else empty."""
         return self.echo[index // self.copies] if self.echo is not None else ""
 
 
@@ -102,8 +103,8 @@ def completion_order(
     if len(prompts) * body.copies > MAX_CHOICES:
         raise ApiError(
             400,
-            f"{len(prompts)} prompts with n = {body.copies} make more than {MAX_CHOICES} "
-            "replies: ask in several requests",
+            f"{len(prompts)} prompts with n = {body.copies} make more than {MAX_CHOICES} replies: "
+            "send several requests",
             param="n",
         )
     most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -198,7 +199,7 @@ def _order(
 def _check_room(
     body: Decoding, prompts: Iterable[tuple[int, ...]], target: RequestTarget, defaults: Defaults
 ) -> None:
-    """Refuse a min_tokens that does not fit, and a max_tokens that may not be lowered."""
+    """Refuse a min_tokens that does not fit, and such a max_tokens if it may not be lowered."""
     longest = max(map(len, prompts))
     room = target.context - longest
     wishes, named = body.dovetail or Wishes(), _length_field(body)
@@ -226,8 +227,8 @@ def _length_field(body: Decoding) -> str:
 def _check_best_of(body: Decoding) -> None:
     if body.best_of is not None and body.best_of != body.copies:
         text = (
-            f"best_of is {body.best_of} and n is {body.copies}: replies are not ranked "
-            "here, ask for as many as you want with n"
+            f"best_of is {body.best_of} and n is {body.copies}: replies are not ranked here, "
+            "set n to the number of replies"
         )
         raise ApiError(400, text, param="best_of", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
@@ -255,7 +256,7 @@ def _sampling(body: Decoding, target: RequestTarget, base: SamplingSettings) -> 
 
 
 def _end(body: Decoding, target: RequestTarget) -> tuple[int, ...] | None:
-    """Return the ids that end the reply, if these are not just the target's."""
+    """Return the ids that end the reply, if they differ from the target's."""
     if not body.ignore_eos and not body.stop_token_ids:
         return None
     with _refusing("stop_token_ids"):
@@ -266,8 +267,8 @@ def _end(body: Decoding, target: RequestTarget) -> tuple[int, ...] | None:
     if len(ends) > MAX_ENDS:
         raise ApiError(
             400,
-            f"{len(ends)} tokens would end the reply, {len(own)} of them the target's own, where "
-            f"at most {MAX_ENDS} may: name fewer in stop_token_ids",
+            f"{len(ends)} tokens would end the reply, {len(own)} of them the target's own, but the "
+            f"limit is {MAX_ENDS}: name fewer in stop_token_ids",
             param="stop_token_ids",
         )
     return ends
@@ -340,8 +341,7 @@ def _prompt(given: str | list[int], target: RequestTarget) -> tuple[int, ...]:
 
 
 def _check_length(texts: Iterable[str], target: RequestTarget) -> None:
-    """Refuse prompts that cannot fit before tokenizing them, which takes long for very long
-    ones."""
+    """Refuse prompts that cannot fit before tokenizing them, which is slow for very long ones."""
     sizes = [(len(text), target.text.least_tokens(text)) for text in texts]
     least = sum(least for _, least in sizes)
     if least >= target.context or sum(size for size, _ in sizes) > MAX_TEXT:

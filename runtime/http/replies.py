@@ -1,6 +1,6 @@
-"""Replies to HTTP clients: OpenAI's chunks and completions, byte for byte where clients look.
-Streamed lines are assembled by hand: a line takes a few microseconds, and the HTTP process does
-nothing more often. Knows shapes and numbers, nothing of sockets."""
+"""Replies to HTTP clients: OpenAI's chunks and completions, byte for byte where clients depend on
+it. Streamed lines are assembled by hand: a line takes a few microseconds, and the HTTP process does
+nothing more often."""
 
 import json
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ def error_event(error: ApiError) -> bytes:
 def open_writer(
     order: Order, target: RequestTarget, model: str, places: Sequence[StreamPlace | None] = ()
 ) -> "Writer":
-    """Return the writer of an order's response. `places`: what a returning client has."""
+    """Return the writer of an order's response. `places`: the parts that a returning client has."""
     return (ChatWriter if order.kind == "chat" else TextWriter)(order, target, model, places)
 
 
@@ -68,7 +68,7 @@ class Writer(ABC):
         ]
         """The streamed part of each reply; None before its first chunk."""
         self._has = {index: place for index, place in known.items() if place is not None}
-        """The parts that the client has, and does not get again."""
+        """The parts that the client already has."""
         self._parts: dict[int, list[Part]] = {}
 
     # -- streamed ----------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Writer(ABC):
         return COMMENT if self._order.wishes.event_ids else COMMENT + b"\n"
 
     def last_lines(self) -> bytes:
-        """Return what comes after the last reply."""
+        """Return the lines after the last reply."""
         usage = (
             event({**self._head, "choices": [], "usage": self.usage()})
             if self._order.usage_chunk
@@ -145,7 +145,7 @@ class Writer(ABC):
         return self._begin + choice + end
 
     def _extra(self, part: Part) -> str:
-        """Our field of a choice, if requested."""
+        """The field `dovetail` of a choice, if requested."""
         if not self._order.wishes.drafted:
             return ""
         shown = part.tokens
@@ -158,7 +158,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _first(self, index: int, metrics: dict[str, Any]) -> str:
-        """Return the chunk that opens a reply, with these metrics, if its kind has one."""
+        """Return the opening chunk of a reply, with these metrics, if its kind has one."""
 
     @abstractmethod
     def _choice(self, index: int, part: Part, reason: str | None) -> str:
@@ -219,7 +219,7 @@ class Writer(ABC):
         return {"max_tokens": room} if room < self._order.asked else {}
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens so far; a prompt counts once, however many replies it has."""
+        """Return the tokens so far; a prompt counts once for all its replies."""
         results = [reply.result for reply in self.replies if reply.result is not None]
         first = [reply for reply in self.replies if reply.index % self._order.copies == 0]
         prompts = sum(len(self._order.submits[reply.index].tokens or ()) for reply in first)
@@ -360,9 +360,8 @@ def finite(logprob: float) -> float:
 
 
 def metrics_of(result: Result, gamma: int, *, failure: bool = False) -> dict[str, Any]:
-    """Return the cost of a reply and the benefit of its draft: our own figures, and the same in
-    vLLM's names. `gamma`: the most nodes of a tree; `failure`: include the draft's first
-    failure."""
+    """Return the cost of a reply and the benefit of its draft, under our names and vLLM's. `gamma`:
+    the most nodes of a tree; `failure`: include the draft's first failure."""
     drafts = result.rounds - result.plain_rounds
     reached = [round(share * result.rounds) for share in result.accepted_per_position]
     histogram = [

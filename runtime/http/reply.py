@@ -33,15 +33,15 @@ class Part:
 
 
 class Tokens:
-    """Holds tokens back until their text is shown, since stop strings cut text."""
+    """Holds tokens back until their text is shown, since a stop string may cut the text."""
 
     def __init__(self, detokenizer: Detokenizer, offset: int = 0) -> None:
         self._detokenizer = detokenizer
         self._offset = self._length = offset
         self._held: deque[tuple[ShownToken, int]] = deque()
-        """Each with the end of the text that it is a part of."""
+        """Each with the end of its text."""
         self._open: list[ShownToken] = []
-        """The last tokens, which have no text yet: they may be a part of what follows."""
+        """The last tokens, which have no text yet: it may depend on the next ones."""
 
     def push(
         self,
@@ -60,7 +60,7 @@ class Tokens:
                 self._open = []
 
     def shown(self, length: int) -> list[ShownToken]:
-        """Return the tokens wholly within the first `length` characters of the reply."""
+        """Return the tokens completely within the first `length` characters of the reply."""
         shown = []
         while self._held and self._held[0][1] <= self._offset + length:
             shown.append(self._held.popleft()[0])
@@ -85,7 +85,7 @@ class Tokens:
 
 
 class Reply:
-    """The reply of one number in an order."""
+    """One reply of an order."""
 
     def __init__(self, order: Order, index: int, target: RequestTarget) -> None:
         self.index = index

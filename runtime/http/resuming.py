@@ -1,8 +1,7 @@
-"""Replies that clients request again by the id of the response: what the client has of them, and
-what is stored of a request to write its response again.
-
-An event id is the id of the response and, for each reply, how much of it has been streamed:
-characters, tokens whose text has been shown, and e once its last chunk has been. Pure."""
+"""Replies that clients request again by the id of the response: the part that the client has, and
+the memo with which the response is written again. An event id is the id of the response and, for
+each reply, how much of it has been streamed: characters, tokens whose text has been shown, and e
+after its last chunk. Pure."""
 
 import json
 import re
@@ -38,7 +37,7 @@ class StreamPlace:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A known response, and how much of it its client has."""
+    """A known response, and how much of it the client has."""
 
     name: str
     created: int
@@ -52,7 +51,7 @@ def event_id(name: str, places: Sequence[StreamPlace | None]) -> str:
 
 
 def read_event_id(text: str) -> tuple[str, tuple[StreamPlace | None, ...]]:
-    """Return a response's id, or "", and what was streamed; a number alone: characters."""
+    """Return a response's id, or "", and the streamed parts; a plain number is characters."""
     name, _, told = text.strip().rpartition(":")
     places: list[StreamPlace | None] = []
     for part in told.split(","):
@@ -82,7 +81,7 @@ def beyond(place: StreamPlace, whole: StreamPlace) -> ApiError:
     return ApiError(
         400,
         f"Last-Event-ID counts {place.words} of a reply of {replace(whole, ended=False).words}: "
-        "send the id of the last event as it came",
+        "send the id of the last event unchanged",
         code="invalid_event_id",
     )
 
@@ -93,7 +92,7 @@ def check_same(sent: ChatBody | CompletionBody, kept: ChatBody | CompletionBody)
         return
     raise ApiError(
         400,
-        "Last-Event-ID is that of another request: send it with the body of that one, or with GET "
+        "Last-Event-ID belongs to another request: send it with the body of that one, or with GET "
         "and the response's id",
         code="invalid_event_id",
     )
@@ -105,7 +104,7 @@ def _asked(body: ChatBody | CompletionBody) -> dict[str, Any]:
 
 
 def ticketed(order: Order, body: ChatBody | CompletionBody, *, again: bool) -> Order:
-    """Return the order with tickets for the journal, and a memo to write the answer again."""
+    """Return the order with tickets for the journal, and a memo for writing the response again."""
     seed = order.submits[0].seed
     kept = {
         "kind": order.kind,
@@ -129,7 +128,7 @@ def ticketed(order: Order, body: ChatBody | CompletionBody, *, again: bool) -> O
 
 
 def remembered(memo: bytes) -> tuple[ChatBody | CompletionBody, int]:
-    """Return a request's body and arrival in s since 1970; `ApiError` if not kept."""
+    """Return a request's body and arrival in s since 1970; `ApiError` if it was not kept."""
     if not memo:
         text = "the request of this response was too long to be kept: send it again, with its seed"
         raise ApiError(404, text, code="reply_not_found")

@@ -1,7 +1,6 @@
-"""uvicorn with deadlines: connections that send their request too slowly or read their response too
-slowly are closed, as are those beyond a limit. uvicorn itself waits for ever for a header, a body
-or a reader. All connections are checked once a second, outside the token path. The only door to
-`uvicorn`."""
+"""uvicorn with deadlines: connections that send their request or read their response too slowly are
+closed, as are those beyond a limit. uvicorn itself waits for ever for a header, a body or a reader.
+All connections are checked once a second, outside the token path. The only door to `uvicorn`."""
 
 import asyncio
 import json
@@ -27,7 +26,7 @@ BODY_LENGTH = (b"content-length", b"transfer-encoding")
 """Headers that determine where the body of a request ends."""
 KEEP_ALIVE_S = 30
 GRACE_S = 5.0  # seconds for running requests to end after a signal
-LAST_WORDS_S = 2.0  # seconds for the error that ends them then
+LAST_WORDS_S = 2.0  # further seconds for sending the error that ends them
 
 
 class Connections:
@@ -52,7 +51,7 @@ class PatientProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._began_s: float | None = self.loop.time()
-        """When the arriving request began; None if none is arriving."""
+        """When the incoming request began; None if there is none."""
         self._unread = 0
         self._unread_s = self._began_s
         self._told_s: float | None = None
@@ -83,7 +82,7 @@ class PatientProtocol(HttpToolsProtocol):
             super().data_received(self._fed)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Ignore upgrades (h2c, websocket): a new parser gets the headers of the body's length."""
+        """Ignore upgrades (h2c, websocket): a new parser gets the headers for the body's length."""
         self._left = self._fed[getattr(sys.exception(), "args", (0,))[0] :]
         self.parser = type(self.parser)(self)
         lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] in BODY_LENGTH]
@@ -119,7 +118,7 @@ class PatientProtocol(HttpToolsProtocol):
         if self._head > MAX_HEAD_BYTES:
             raise ValueError(
                 "the head of the request is too large"
-            )  # the parser passes it on as its own error
+            )  # the parser reports it as its own error
 
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP with our own error."""
@@ -146,7 +145,7 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def look(self, now_s: float) -> None:
-        """End a connection whose request does not arrive, or whose client does not read."""
+        """End a connection whose request does not arrive or whose client does not read."""
         patience = self.shared.receive_s
         unread = self.transport.get_write_buffer_size()
         if unread == 0 or unread < self._unread:

@@ -41,7 +41,9 @@ from dovetail.runtime.telemetry.picture import folder_name
 from dovetail.runtime.text.templates import RENDERERS
 
 SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread
-REFUSAL_S = 1.0  # seconds without a token after which a stream's head, and so its status, is sent
+REFUSAL_S = (
+    1.0  # seconds without a token after which the head of a stream, with its status, is sent
+)
 SILENCE_S = 15.0  # seconds after which a silent stream gets a comment, for proxies (HTML standard)
 CLIENT_GONE = 499  # nginx's status; the client has gone
 EVENT_STREAM = {
@@ -56,13 +58,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Terms:
-    """Settings of one HTTP server: what it offers, and to whom."""
+    """Settings of one HTTP server."""
 
     defaults: Defaults
     model: str = ""  # name under which the target is served; empty: its own
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names of targets, by the ends of their folders' paths; others are named after the folder."""
-    called: Callable[[str], str] = folder_name  # returns how the dashboard calls a model
+    """Names of targets, by the ends of their paths; others are named after their folder."""
+    called: Callable[[str], str] = folder_name  # returns a model's name in the dashboard
     version: str = ""
     keys: Sequence[str] = ()
     deadline_s: float = 600.0
@@ -85,13 +87,12 @@ class Service:
         self._readings: defaultdict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, RENDERERS // 2)
         )
-        """Limits the prompts of each owner that are tokenized at a time, so that none takes all
-        threads."""
+        """Limits the concurrent tokenizations of each owner, so that none takes all threads."""
 
     def end(self) -> None:
         """Fail all waiting requests, since the server ends."""
         for run in [*self.runs]:
-            run.fail(unavailable("the server is ending: try again once another is running"))
+            run.fail(unavailable("the server is ending: try again once another one is running"))
 
     def name_of(self, target: RequestTarget) -> str:
         """Return the name under which the target is served."""
@@ -107,7 +108,7 @@ class Service:
         return target
 
     async def answer(self, body: ChatOrTextBody, request: Request) -> Response:
-        """Return the response to a completion, or its rest with a header Last-Event-ID."""
+        """Return the response to a completion, or its rest if there is a Last-Event-ID."""
         if not (event := request.headers.get("last-event-id", "")):
             return await self._answer(body, request)
         name, _ = read_event_id(event)
@@ -169,7 +170,7 @@ class Service:
     async def _begin(
         self, body: ChatOrTextBody, run: Run, owner: str, resumed: Resumed | None
     ) -> tuple[Writer, str]:
-        """Start the replies and wait for their first message; start again if the target changes."""
+        """Start the replies and wait for the first message; start again if the target changes."""
         for _ in range(2):
             target = await self.target(body.model)
             order = await self._order(body, target, owner)
@@ -319,7 +320,7 @@ class Answer:
         return self._writer.whole()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the response as it is decoded, with comments while nothing is; an error comes
+        """Yield the response as it is decoded, with comments while nothing arrives; any error is
         last."""
         try:
             while True:
@@ -350,7 +351,7 @@ class Answer:
 
 
 class Stream(Response):
-    """Server-sent events, written as they come; `done` is called however it ends."""
+    """Server-sent events, written as they arrive; `done` is called in any case at the end."""
 
     def __init__(self, answer: Answer, done: Callable[[], None]) -> None:
         super().__init__(headers=EVENT_STREAM)

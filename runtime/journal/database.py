@@ -29,9 +29,9 @@ LOGGED = f"{FILE}-wal"
 OURS = (FILE, LOGGED, f"{FILE}-shm", LOCK)
 UNREADABLE = f"{FILE}.unreadable"  # what the name of a file that was put aside begins with
 MAGIC, HEAD = b"SQLite format 3\0", 48
-"""The beginning of a file, and the bytes that are looked at (https://sqlite.org/fileformat.html)."""
+"""The beginning of a file, and the bytes that are checked (https://sqlite.org/fileformat.html)."""
 NEWEST, SCHEMA = 2, 4
-"""The newest version to read and write (bytes 18 and 19; 2 is WAL), and of the schema (44-47)."""
+"""The newest version to read and write (bytes 18, 19; 2 is WAL), and that of the schema (44-47)."""
 EARLIER = "segment-*"  # the files of a journal of an earlier release
 PRAGMAS = ("journal_mode=wal", "synchronous=normal", "wal_autocheckpoint=0", "secure_delete=on")
 """A commit does not wait for the disk: `sync` does. Deleted rows are overwritten."""
@@ -56,7 +56,7 @@ ERASED_S = 60.0  # how long deleted rows may stay in the write-ahead log
 Row = tuple[int, int, bytes]
 """The number of a reply, the number of a record in it, from 0, and the record."""
 Stored = tuple[int, int, int, bytes, int]
-"""A row as it is stored: its place, then as above, and the checksum."""
+"""A stored row: its place, the fields above, and the checksum."""
 
 
 def checksum(reply: int, number: int, record: bytes) -> int:
@@ -96,7 +96,7 @@ class Database:
         os.close(file)
         newer = max(head[18:20], default=0) > NEWEST or int.from_bytes(head[44:]) > SCHEMA
         if head.startswith(MAGIC) and newer:
-            raise self._foreign("it is of a newer format of SQLite than this Python reads")
+            raise self._foreign("its SQLite format is newer than this Python reads")
         base = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
         try:
             sql = "select type, name from sqlite_schema where (type, name) != ('table', 'records')"
@@ -126,7 +126,7 @@ class Database:
         )
 
     def _damage(self, error: sqlite3.DatabaseError) -> str:
-        """Return how the file is damaged; raise `UserError` if it is intact but cannot be read."""
+        """Return how the file is damaged; raise `UserError` if it is intact but unreadable."""
         if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in DAMAGED:
             return str(error)
         raise UserError(
@@ -264,7 +264,7 @@ class Database:
 
 
 def _locked(folder: Path) -> int:
-    """Create a folder if it is missing, let only its owner open it, and return its lock."""
+    """Create a folder if it is missing, restrict it to its owner, and return its lock."""
     why = ""
     try:
         folder.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
@@ -276,7 +276,7 @@ def _locked(folder: Path) -> int:
         elif other := _other(folder):
             why = (
                 f"the journal cannot be kept in {folder}, which has other files, such as {other}: "
-                "name a folder for it alone with coordinator.journal"
+                "name a folder of its own with coordinator.journal"
             )
         else:
             open_to_others = folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
@@ -293,7 +293,7 @@ def _locked(folder: Path) -> int:
         )
     except OSError as error:
         why = (
-            f"the journal cannot be kept in {folder}: {refusal(error)}, or do without one with "
+            f"the journal cannot be kept in {folder}: {refusal(error)}, or disable it with "
             "coordinator.journal = 'off'"
         )
     if why:
@@ -310,8 +310,8 @@ def _locked(folder: Path) -> int:
 
 
 def _other(folder: Path) -> str | None:
-    """Return a file that does not belong to a journal: another one in a folder without a journal,
-    or one of its names that is not a regular file."""
+    """Return a file that does not belong to a journal: any in a folder without one, or one with a
+    journal's name that is not a regular file."""
     names = sorted(path.name for path in folder.iterdir())
     names = [name for name in names if not name.startswith(UNREADABLE)]
     if FILE not in names and (other := next((name for name in names if name not in OURS), None)):

@@ -1,7 +1,7 @@
 """Entries of the journal: a request, the tokens committed for it, and the records of both.
 
 A record is MessagePack: its kind, then its fields. `rebuilt` restores the entry of a reply from its
-records, as it was in the coordinator that wrote them. Pure.
+records, as in the coordinator that wrote them. Pure.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,17 +27,19 @@ class Entry:
 
     submit: Submit  # the request in tokens, with its seed
     key: str  # the public key of its client; empty over ipc
-    fingerprint: str = ""  # the fingerprint of the target that has served it last
+    fingerprint: str = ""  # the fingerprint of the last target that served it
     load_s: float = 0.0  # the time that this target took to load
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     """For each token, True if the draft had proposed it."""
     margins: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    sessions: list[int] = field(default_factory=list)  # the numbers of the sessions that it has had
-    left_s: float | None = None  # when it stopped running, in seconds since 1970; None: it runs
+    sessions: list[int] = field(default_factory=list)  # the numbers of its sessions
+    left_s: float | None = (
+        None  # when it stopped running, in seconds since 1970; None: it is running
+    )
     finished: Finished | None = None
-    """The last message to its client; None if it has not ended, or its client has left."""
+    """The last message to its client; None if the reply has not ended or the client has left."""
     reply: int = field(default=0, compare=False)
     """Its number on disk; below, its records and bytes there."""
     rows: int = field(default=0, compare=False)
@@ -74,27 +76,27 @@ class Entry:
         """Return the committed tokens, as the fields of a session."""
         return {"tokens": [*self.tokens], "margins": [*self.margins], "logprobs": [*self.logprobs]}
 
-    # -- the records that change it ----------------------------------------------------------------
+    # -- changes and their records -----------------------------------------------------------------
 
     def begun(self) -> bytes:
         """Return the record of the request."""
         return _record("begun", encode(self.submit)[0], self.key)
 
     def serves(self, session: int, fingerprint: str, load_s: float, tokens: int) -> bytes:
-        """Note the session that continues it after this many tokens; return the record."""
+        """Add the session that continues it after this many tokens; return the record."""
         return self._said("serves", session, fingerprint, load_s, tokens)
 
     def committed(self, emit: Emit, margins: Sequence[float]) -> bytes:
-        """Note that tokens were committed; return the record."""
+        """Add committed tokens; return the record."""
         logprobs = [(one.logprob, one.top) for one in emit.logprobs]
         return self._said("committed", emit.tokens, emit.drafted, [*margins], logprobs)
 
     def left(self, now_s: float) -> bytes:
-        """Note that it is no longer running, though it has not ended; return the record."""
+        """Mark it as no longer running, though it has not ended; return the record."""
         return self._said("left", now_s)
 
     def ended(self, finished: Finished, now_s: float) -> bytes:
-        """Note how it ended; return the record. Spans are sent only once."""
+        """Record its end; return the record. Spans are sent only once."""
         self.finished, self.left_s = finished.model_copy(update={"spans": ()}), now_s
         return _record("ended", encode(self.finished)[0], now_s)
 

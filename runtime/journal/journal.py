@@ -1,9 +1,9 @@
 """The journal of a coordinator: what a later one needs to continue its requests.
 
-A request with a ticket is written when it is accepted, and every token before its client gets it,
-in one transaction for all sessions that have committed tokens. Written records outlive the process.
-A thread flushes them to disk several times a second; if the machine fails, the tokens since then
-are decoded again, identically. Ended replies are only on disk, for some minutes, for clients that
+A request with a ticket is written when it is accepted, and every token before it is sent, in one
+transaction for all sessions that have committed tokens. Written records outlive the process. A
+thread flushes them to disk several times a second; if the machine fails, the tokens since then are
+decoded again, identically. Ended replies are only on disk, for some minutes, for clients that
 reconnect. When the disk fails, the journal ends, which is reported; the service continues."""
 
 import logging
@@ -34,11 +34,11 @@ log = logging.getLogger("dovetail.coordinator")
 
 KEEP_S = 600.0
 MOST_BYTES = 256 << 20  # limit of replies on disk, and in memory; the oldest idle ones are dropped
-FORGET_EVERY_S = 5.0  # interval at which all replies are checked, of which there may be thousands
+FORGET_EVERY_S = 5.0  # interval at which all replies, perhaps thousands, are checked
 READ_AT_ONCE = 256  # replies that are read before the oldest are dropped
-COORDINATORS = 0  # the number of the reply whose only record is about coordinators
+COORDINATORS = 0  # the number of the pseudo-reply whose only record is about coordinators
 
-Aside = Callable[[Callable[[], None]], object]  # does a piece of work in a thread
+Aside = Callable[[Callable[[], None]], object]  # runs a function in a thread
 
 
 def _at_once(work: Callable[[], None]) -> None:
@@ -120,10 +120,10 @@ class Journal:
         self.sessions = max(self.sessions, *entry.sessions, 0)
         self._settle(entry)
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     def of_session(self, epoch: int | None, number: int) -> Entry | None:
-        """Return the entry of a session of a coordinator that has gone."""
+        """Return the entry of an earlier coordinator's session."""
         known = self._known().items() if epoch in self._epochs else ()
         ticket = next((ticket for ticket, one in known if number in one.sessions), None)
         return None if ticket is None else self._find(ticket)
@@ -156,7 +156,7 @@ class Journal:
         return {**self._entries, **self._ended}
 
     def holds(self, ticket: str) -> bool:
-        """Return whether this ticket is known, of any owner."""
+        """Return whether this ticket is known, for any owner."""
         return ticket in self._entries or ticket in self._ended
 
     def state(self) -> JournalState:
@@ -170,7 +170,7 @@ class Journal:
             failed=self.failed[:512],
         )
 
-    # -- what is noted -----------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------
 
     def accept(
         self,
@@ -180,7 +180,7 @@ class Journal:
         vocabulary: str,
         begun: Entry | None = None,
     ) -> None:
-        """Note an accepted request, as tokenized with a vocabulary of this digest. A known one is
+        """Add an accepted request, tokenized with a vocabulary of this digest. A known one is
         unchanged; one that was dropped while it waited is restored from `begun`."""
         if self.holds(submit.ticket):
             return
@@ -226,7 +226,7 @@ class Journal:
                 self._note(entry, entry.committed(emit, margins))
 
     def ended(self, ticket: str, finished: Finished) -> None:
-        """Note how a request ended. A cancelled one may be continued."""
+        """Record the end of a request. A cancelled one may be continued."""
         if (entry := self._entries.get(ticket)) is None:
             return
         if finished.result.finish_reason == "cancelled":
@@ -242,7 +242,7 @@ class Journal:
             self._note(entry, entry.left(self._now_s()))
 
     def _settle(self, entry: Entry) -> None:
-        """Keep an entry that has ended only on disk, unless the disk has failed."""
+        """Keep an ended entry on disk only, unless the disk has failed."""
         if entry.finished is not None and not self.failed:
             del self._entries[entry.ticket]
             self._ended[entry.ticket] = Ended.of(entry)
@@ -260,7 +260,7 @@ class Journal:
     # -- the disk ----------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Write the noted records."""
+        """Write the waiting records."""
         if (self._rows or self._deleted) and not self.failed:
             began_ns = time.perf_counter_ns()
             self._attempt(lambda: self._base.write(self._rows, self._deleted))
@@ -331,13 +331,13 @@ class Journal:
             lost = {reply for reply, _, _ in self._rows}
             self._ended = {name: one for name, one in self._ended.items() if one.reply not in lost}
             log.error(
-                "the journal in %s has stopped: %s; requests are served, and end with this "
+                "the journal in %s has stopped: %s; requests are served, but end with this "
                 "coordinator",
                 self._base.folder,
                 self.failed,
             )
 
     def close(self, *, remove: bool = False) -> None:
-        """Write the noted records, and release the folder; `remove`: delete its files, too."""
+        """Write the waiting records, and release the folder; `remove`: delete its files, too."""
         self.write()
         self._base.close(remove=remove)

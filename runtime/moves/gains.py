@@ -2,22 +2,22 @@
 target, and the cost of prefilling its log there. Pure.
 
 A session takes its remaining tokens in rounds, which last as long as the pass shared by all
-sessions of its target. So one that leaves shortens the rounds of those that stay and lengthens
-those of the ones that it joins; the gain is what all of them save together. If passes take hardly
-longer for several sessions than for one there is nothing to gain."""
+sessions of its target. So a session that moves shortens the rounds of those that stay and lengthens
+those of its new neighbours; the gain is the total saving. If passes take hardly longer for several
+sessions than for one, there is nothing to gain."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-WORTH = 2.0  # least ratio of what a move saves to what it costs: both are predictions
+WORTH = 2.0  # least ratio of a move's saving to its cost, since both are predictions
 LEAST_GAIN = 0.05
-"""Least share of both targets' remaining seconds that a move saves: noise moves nothing."""
-LEAST_S = 0.5  # seconds that a move must save at least, to be noticeable
+"""A move must save this share of both targets' remaining seconds, so that noise causes none."""
+LEAST_S = 0.5  # least saving of a move in seconds, to be noticeable
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A session on its target, and the requirements of moving it."""
+    """A session on its target, with the figures that decide on a move."""
 
     session: int
     rounds: float  # rounds that it may still need
@@ -34,7 +34,8 @@ class TargetLoad:
     seats: Sequence[Seat] = ()
 
     def left_s(self, more: float = 0.0, sessions: int = 0) -> float:
-        """Return the remaining seconds of all sessions if this many join and `more` rounds go."""
+        """Return the remaining seconds of all sessions if this many join and `more` rounds
+        leave."""
         count = len(self.seats) + sessions
         if not count:
             return 0.0
@@ -47,7 +48,7 @@ class Price:
 
     reading_s: float
     """Seconds that the new target takes to prefill the log, which delay each session there."""
-    pause_s: float  # seconds in which the session that moves gets no token
+    pause_s: float  # seconds in which the moving session gets no token
     lag_s: float = 0.0  # seconds until the move, in which the session continues where it is
 
 
@@ -60,7 +61,7 @@ class Gain:
     new: bytes
     saved_s: float  # seconds saved by all sessions of both targets together
     cost_s: float
-    rate: float  # predicted tokens a second where the session is; `new_rate`: there
+    rate: float  # predicted tokens per second on the present target; `new_rate`: on the new one
     new_rate: float
 
 

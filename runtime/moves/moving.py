@@ -26,11 +26,13 @@ from dovetail.runtime.session.state import State
 
 log = logging.getLogger("dovetail.coordinator")
 
-MOST_LOOKED_AT = 8  # waiting sessions that are looked at after every event; others now and then
+MOST_LOOKED_AT = (
+    8  # waiting sessions that are checked after every event; others are checked less often
+)
 
 
 class Moving:
-    """Moves sessions whose workers go."""
+    """Moves sessions whose workers leave or are lost."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class Moving:
         draft.sessions += draft is not running.target
         running.controller.work_with(*self._placement.pair(draft, running.target))
         self._acts.decide(
-            f"session {running.session.number} gets drafts from {draft.name} from token "
+            f"session {running.session.number} uses the draft {draft.name} from token "
             f"{len(running.session.tokens)} on"
         )
         return Joining(draft.hello.reads, self._placement.draft_base(running, draft))
@@ -90,12 +92,12 @@ class Moving:
         self.drop_draft(running, shun=True)
 
     def change_draft(self, running: RunningRequest) -> None:
-        """Part a session from its leaving draft: after its round, or at once before the first."""
+        """Detach a session from its leaving draft: after its round, or at once before the first."""
         if running.session.state in (State.OPENING, State.WAITING):
             self._each([running], self.drop_draft)
 
     def _forget_draft(self, running: RunningRequest) -> None:
-        """Have a session's draft forget it; the target computes nothing for it."""
+        """Remove a session from its draft; the target computes no more features for it."""
         draft, running.draft, running.joining = running.draft, None, False
         running.target.turns.withdraw(running.session.number, Refeed)
         if draft is not None and draft is not running.target:
@@ -123,16 +125,16 @@ class Moving:
     # -- targets -----------------------------------------------------------------------------------
 
     def lose_target(self, running: RunningRequest, why: str) -> None:
-        """Have a session wait for another target; its own forgets it."""
+        """Let a session wait for another target; its own drops it."""
         now_ns = self._now_ns()
         self._recovery.lost(running, why, now_ns)
-        running.target.sessions -= 1  # belongs to the loss, whatever happens next
+        running.target.sessions -= 1  # this time belongs to the loss
         running.interrupted(now_ns)
         self._acts.forget_on(running.target, running)
         self._acts.perform(running, running.give(running.session.target_lost))
 
     def disconnect(self, running: RunningRequest) -> None:
-        """Have a session wait for another target, since its own has gone before it began."""
+        """Let a session wait for another target after losing its own before it began."""
         self._each([running], partial(self.lose_target, why="disconnected"))
 
     @property
@@ -141,7 +143,7 @@ class Moving:
         return any(running.loss is not None for running in self._running.values())
 
     def awaits(self, target: Worker) -> bool:
-        """Return whether a waiting session may go on here, before new ones begin."""
+        """Return whether a waiting session may continue here, before new ones begin."""
         return any(
             running.loss is not None and self.suits(running, target)
             for running in self._running.values()
@@ -165,7 +167,7 @@ class Moving:
     def _free_target(
         self, running: RunningRequest, wanted: Callable[[Worker], bool] = lambda _: True
     ) -> Worker | None:
-        """Return the best wanted target that has room for a session to continue there."""
+        """Return the best accepted target with room for a session to continue there."""
         return self._placement.target(
             lambda other: (
                 wanted(other) and self.suits(running, other) and self.has_room(running, other)
@@ -178,7 +180,7 @@ class Moving:
         return has_room(target, running.session.request, self._running, reuse=self._reuse)
 
     def make_room(self, request: Request, target: Worker, base: Base | None = None) -> None:
-        """Have a target drop kept sessions for a request; `base`: what that begins with."""
+        """Drop kept sessions of a target to make room for a request; `base`: the request's own."""
         if target.limits.room is None:
             return
         left = target.limits.room - held_on(target, self._running)
@@ -187,7 +189,7 @@ class Moving:
             self._acts.send(target, Close(epoch=self._service.epoch, session=session))
 
     def _end_of(self, running: RunningRequest) -> RequestError | None:
-        """Return why a session must not wait for a target any longer, if so."""
+        """Return why a session must stop waiting for a target, if it must."""
         assert running.loss is not None
         if self._service.given_up:
             return RequestError(
@@ -210,7 +212,7 @@ class Moving:
 
     def _move(self, running: RunningRequest, target: Worker) -> None:
         losses = [*running.losses]
-        self.lose_target(running, f"hands its session over to {target.name}")
+        self.lose_target(running, f"passes its session to {target.name}")
         running.losses = losses
         if self._runs(running):
             self._recover(running, target)
@@ -268,7 +270,7 @@ class Moving:
     def _each(
         self, requests: Iterable[RunningRequest], handle: Callable[[RunningRequest], None]
     ) -> None:
-        """Do this for each live session; an internal error ends that one only."""
+        """Do this for each live session; an internal error ends only that session."""
         for running in requests:
             if not self._runs(running):
                 continue
@@ -279,7 +281,7 @@ class Moving:
                 self._acts.broken(running, error)
 
     def _runs(self, running: RunningRequest) -> bool:
-        """Return whether a session has not ended, for example because of a fault."""
+        """Return whether a session has not ended, as it does after an internal error."""
         return self._running.get(running.session.number) is running
 
     def words(self) -> Sequence[str]:

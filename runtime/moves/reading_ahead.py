@@ -15,8 +15,7 @@ from dovetail.runtime.fleet.registry import ServiceState
 from dovetail.runtime.moves.moving import Moving
 
 MOST_LAG = 8
-"""The most tokens that a session may pause for when it moves: prefilling them takes about two
-passes."""
+"""The most tokens for whose prefill a moving session may pause: about two passes."""
 
 
 @dataclass(eq=False)
@@ -24,10 +23,10 @@ class Reading:
     """A log that is prefilled ahead."""
 
     running: RunningRequest  # the session whose log it is
-    new: Worker  # the target that reads it
+    new: Worker  # the target that prefills it
     reader: RunningRequest | None = None
     heard: Finished | Failed | None = None  # the message with which the reader ended
-    unread: int = 0  # tokens that the reader had to read
+    unread: int = 0  # tokens that the reader had to prefill
 
     def hear(self, message: Message) -> None:
         """Keep the message that ends the reader."""
@@ -36,7 +35,7 @@ class Reading:
 
 
 class ReadingAhead:
-    """Has targets prefill logs ahead."""
+    """Makes targets prefill logs ahead of moves."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class ReadingAhead:
         return self._reuse and session.request.may_reuse and tokens <= target.limits.kept
 
     def begin(self, running: RunningRequest, target: Worker) -> Reading:
-        """Have a target prefill the log of a session up to now."""
+        """Make a target prefill the present log of a session."""
         reading, session = Reading(running, target), running.session
         log = replace(
             session.request,
@@ -86,13 +85,13 @@ class ReadingAhead:
         return reading
 
     def lags(self, reading: Reading) -> bool:
-        """Return whether enough tokens came meanwhile to read those before the move."""
+        """Return whether enough new tokens were committed to prefill them before the move."""
         assert reading.reader is not None
         came = reading.running.session.length - reading.reader.session.length
         return MOST_LAG < came <= reading.unread // 2 and self.able(reading.running, reading.new)
 
     def abandon(self, reading: Reading | None) -> None:
-        """End a reader if it still runs."""
+        """End a reader if it is still running."""
         reader = reading.reader if reading is not None else None
         if reader is not None and self._running.get(reader.session.number) is reader:
             self._acts.drop(reader)

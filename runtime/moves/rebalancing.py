@@ -4,8 +4,8 @@ returned or has fewer sessions than before, if that pays off by `gains.py`.
 One session moves at a time, once the new target has prefilled its log (`reading_ahead.py`); if that
 target keeps no rows, the session pauses until its whole log is prefilled. The fingerprint is the
 same, so no byte changes, and the draft continues. A move that fails before the session has left the
-old target changes nothing; afterwards it is a loss like any other. The next move is considered when
-the moved session has had some rounds, which show the present time of passes."""
+old target changes nothing; later failures count as a loss. The next move is considered when the
+moved session has had some rounds, which show the present time of passes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +26,16 @@ from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Tally
 
-LEAST_LEFT = 64  # fewest further tokens expected of a session; longer ones are expected to double
+LEAST_LEFT = (
+    64  # fewest further tokens expected of a session; longer replies are expected to double
+)
 MOST_OPENING = 0.25
-"""Share of sessions in prefill from which nothing moves: costs are unknown till then."""
+"""Share of sessions in prefill from which on nothing moves, since costs are unknown."""
 SETTLED_ROUNDS = 3
-"""Rounds that a moved session has on its new target before the next move is looked for."""
-STAY_NS = 5_000_000_000  # nanoseconds for which a session that has moved is not moved again
+"""Rounds of a moved session on its new target before the next move is considered."""
+STAY_NS = 5_000_000_000  # nanoseconds for which a moved session is not moved again
 REFUSED_NS = 30_000_000_000
-"""Nanoseconds for which no session moves to a target after one could not, or did not stay."""
+"""Nanoseconds for which no session moves to a target after a failed move to it."""
 
 
 @dataclass
@@ -47,11 +49,11 @@ class Under:
     phase: Literal["reading", "settling"] = "reading"
     reading: Reading | None = None
     """The log that is prefilled ahead; None: the session itself will prefill it."""
-    rounds: int = 0  # rounds that the session had had when it moved
+    rounds: int = 0  # rounds of the session when it moved
 
 
 class Rebalancing:
-    """Looks for moves that pay off, and makes them one at a time."""
+    """Finds moves that pay off, and makes them one at a time."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Rebalancing:
         self._now_ns, self._ahead, self._acts = clock_ns, ahead, acts
         self._under: Under | None = None
         self._ways: tuple[bytes, bytes] | None = None
-        """The best move at the last look; it begins if it is the best twice in a row."""
+        """The best move at the last check; it begins if it is the best twice in a row."""
         self._refused: dict[bytes, int] = {}
         """By peer: time until which a target is left alone, in nanoseconds."""
         self._moved: dict[int, int] = {}
@@ -79,13 +81,13 @@ class Rebalancing:
 
     @property
     def under_way(self) -> bool:
-        """Whether a session moves, or has just moved."""
+        """Whether a session is moving, or has just moved."""
         return self._under is not None
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Begin the best move, if there is one and none is under way."""
+        """Begin the best move, if there is one and none is in progress."""
         if self._under is not None or self._service.ending:
             return
         now_ns = self._now_ns()
@@ -99,7 +101,7 @@ class Rebalancing:
             self._begin(gain)
 
     def step(self, *, changing: bool) -> None:
-        """Take the next step of a move, if due. `changing`: a change of workers goes first."""
+        """Take the next step of a move, if due. `changing`: a worker is being replaced first."""
         if (under := self._under) is None:
             return
         if under.phase == "settling":
@@ -155,11 +157,11 @@ class Rebalancing:
             self._under = None
 
     def _refuse(self, under: Under) -> None:
-        """Leave a target alone for a time, since a session could not move there."""
+        """Exclude a target for a time after a failed move to it."""
         self._refused[under.new.peer] = self._now_ns() + REFUSED_NS
         self._under = None
 
-    # -- what is possible --------------------------------------------------------------------------
+    # -- possible moves ----------------------------------------------------------------------------
 
     def _is_open(self, under: Under) -> bool:
         """Return whether the session is still where it was, and both targets are available."""
@@ -173,7 +175,7 @@ class Rebalancing:
         )
 
     def _fits(self, running: RunningRequest, target: Worker) -> bool:
-        """Return whether a target has room for the session, and no other waits for that."""
+        """Return whether a target has room for the session, and no other session waits for it."""
         full = target.sessions >= target.limits.sessions or self._moving.awaits(target)
         return not full and self._moving.has_room(running, target)
 
@@ -185,7 +187,7 @@ class Rebalancing:
                 groups.setdefault(str(worker.hello.fingerprint), []).append(worker)
         yield from (targets for targets in groups.values() if len(targets) > 1)
 
-    # -- what it brings ----------------------------------------------------------------------------
+    # -- gains -------------------------------------------------------------------------------------
 
     def _places(self, targets: Sequence[Worker]) -> Sequence[TargetLoad]:
         """Return the targets with their sessions, and the time of rounds there."""
@@ -278,7 +280,7 @@ def _in_common(one: Worker, other: Worker) -> bool:
 
 
 def _passes_of(target: Worker, targets: Sequence[Worker], context: float) -> Callable[[int], float]:
-    """Return a target's seconds of passes: of its profile, its own, or its fingerprint's."""
+    """Return a target's pass times: from its profile, its passes, or those of its fingerprint."""
     if target.verifying.profiled:
         return partial(target.verifying.at, context=context)
     others = [other.verifying.curve(context) for other in targets if other is not target]

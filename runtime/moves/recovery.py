@@ -1,5 +1,5 @@
-"""Recovery of sessions whose target was lost: on which targets they continue, and how long they
-wait for one.
+"""Recovery of sessions whose target was lost: the targets on which they may continue, and how long
+they wait.
 
 A session that has sent tokens to its client continues on a target of the same fingerprint, or, if
 the user allows it, of the same vocabulary; one that has sent nothing continues on any target of the
@@ -46,7 +46,7 @@ class Recovery:
         )
 
     def lost(self, running: RunningRequest, why: str, now_ns: int) -> None:
-        """Note that its target has gone, and whether that was at work on it."""
+        """Note that its target has gone, and whether the target was computing it."""
         if running.sent and running.awaited() is running.target:
             running.losses.append(running.target.process)
         running.loss = Loss(
@@ -58,14 +58,14 @@ class Recovery:
     def end_of(
         self, running: RunningRequest, others: Iterable[Worker], now_ns: int
     ) -> RequestError | None:
-        """Return why a waiting session is to wait no longer. `others`: the workers."""
+        """Return why a waiting session must stop waiting, if it must. `others`: the workers."""
         assert running.loss is not None
         if running.trial:
             return RequestError("worker_lost", running.loss.words)
         if running.doomed:
             text = (
                 f"{running.loss.words}, and {len(running.losses)} in a row were lost without a "
-                "token in between: find out why targets that read this request end"
+                "token in between: find out why targets end while reading this request"
             )
             return RequestError("worker_lost", text)
         if now_ns - running.loss.since_ns < self.patience_s(running) * 1e9:
@@ -79,7 +79,9 @@ class Recovery:
                 "continue on others with coordinator.move = 'any'"
             )
         else:
-            text = f"and within {waited} no other was free: start another and ask again"
+            text = (
+                f"and within {waited} no other was free: start another and send the request again"
+            )
         return RequestError("worker_lost", f"{running.loss.words}, {text}")
 
     def words(self, running: RunningRequest, now_ns: int) -> str:

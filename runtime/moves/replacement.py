@@ -132,7 +132,7 @@ class Changes:
         """The change in progress in words; empty: none."""
         return self._change.words if self._change is not None else ""
 
-    # -- what is asked for -------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def swap(self, client: ClientPeer, asked: Swap, now_ns: int) -> None:
         """Begin a change; raise `RequestError` with the reason of a refusal."""
@@ -145,8 +145,7 @@ class Changes:
         if old is not None and not old.plays(role):
             raise RequestError(
                 "swap",
-                f"{old.name} is not a {role} worker: name one that {newcomer.name} can take the "
-                "place of",
+                f"{old.name} is not a {role} worker: name one that {newcomer.name} can replace",
             )
         self._registry.check_place(newcomer)
         trials = self._trials.plan(newcomer, role, old)
@@ -169,8 +168,8 @@ class Changes:
         ]
         if role == "target" and old.serves and not others and not asked.last:
             text = (
-                f"{old.name} is the only target: put another in its place with `dovetail "
-                "swap`, or have requests refused from then on with --last"
+                f"{old.name} is the only target: replace it with `dovetail swap`, or let "
+                "requests be refused from then on with --last"
             )
             raise RequestError("swap", text)
         suits = self._moving.suits
@@ -190,8 +189,8 @@ class Changes:
         if self._change is not None:
             raise RequestError(
                 "swap",
-                f"another change of workers is in progress, {self._change.words}: wait "
-                "until it is over",
+                f"another change of workers is in progress, {self._change.words}: wait until it "
+                "has ended",
             )
 
     def _leaver(self, epoch: int) -> Worker:
@@ -199,7 +198,8 @@ class Changes:
         if worker is None:
             raise RequestError(
                 "swap",
-                "the worker to remove is no longer registered: `dovetail status` shows who is",
+                "the worker to remove is no longer registered: `dovetail status` lists those that "
+                "are",
             )
         return worker
 

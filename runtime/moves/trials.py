@@ -1,4 +1,4 @@
-"""Trials of a worker that is to replace another: internal requests on exactly these workers."""
+"""Trials of a worker that will replace another: internal requests on exactly these workers."""
 
 import os
 from collections import deque
@@ -23,7 +23,7 @@ COMMON = 1024
 PLACES = (0.5, 0.625, 0.75)
 TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
 TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
-"""A policy that every kind of draft supports, and that drafts whether it pays off or not."""
+"""A policy that every kind of draft supports, and that drafts even at a loss."""
 
 
 TrialName = Literal["alone", "drafted", "before"]
@@ -81,7 +81,7 @@ class Trials:
 
     def plan(self, newcomer: Worker, role: Role, old: Worker | None) -> list[Trial]:
         """Return a newcomer's trials: as a draft for the present target; as a target alone, with
-        the draft, and against its equal."""
+        the draft, and compared with a target of equal fingerprint."""
         if role == "draft":
             target = self._placement.target(
                 lambda target: self._placement.goes_with(newcomer, target)
@@ -152,7 +152,7 @@ class Trials:
         return self._placement.try_out(ours, submit, target, draft, request, self._now_ns())
 
     def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
-        """Receive a trial's message; a draft lost meanwhile has not failed."""
+        """Receive a trial's message; a draft that was lost meanwhile has not failed."""
         self._heard = True
         if isinstance(message, Finished | Failed):
             draft_sync, gone = (

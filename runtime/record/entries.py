@@ -13,7 +13,7 @@ from dovetail.runtime.session.kept import Base
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import RoundTimes
 
-MAX_WORDS = 4096  # characters of an exception
+MAX_WORDS = 4096  # most characters of an exception
 
 
 def begun(session: Session, began: datetime) -> dict[str, Any]:

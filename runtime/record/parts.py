@@ -1,4 +1,5 @@
-"""Parts of messages: a session's share of a pass, and whether a command is the requested one."""
+"""Parts of messages: a session's share of a pass, and checks that a command is the requested
+one."""
 
 from collections.abc import Sequence
 
@@ -52,8 +53,8 @@ def _rows(array: Array | None, start: int, stop: int) -> Array | None:
 
 
 def is_sent_as(asked: Command, sent: Command) -> bool:
-    """Return whether a command is the requested one, or a prefix of its tree if that may be cut,
-    which it may not under rejection sampling. A log may be read in parts."""
+    """Return whether a command is the requested one, with all or, except under rejection sampling,
+    a prefix of its tree. A log may be read in parts."""
     if isinstance(sent, Open | Refeed):
         return asked == sent.model_copy(update={"read": None})
     if isinstance(asked, Verify) and isinstance(sent, Verify) and asked.candidates is None:

@@ -1,9 +1,9 @@
 """Records sessions, each into a file, with all of its messages and events. Nothing waits for it:
 events are stored, packed once the workers have their commands, and passed every quarter of a second
-to a thread that writes them (`writer.py`). A recording is bounded in its file, in its folder, where
-the oldest are removed, and in memory, if the disk does not keep up. A recording beyond a bound, or
-that cannot be written, ends with a note; its session is not affected. Unwritten entries are lost
-when the process is killed. `recording.py` defines the entries, `session.py` the steps."""
+to a thread that writes them (`writer.py`). There are bounds on the size of a file, on the folder,
+where the oldest files are removed, and on memory, if the disk is too slow. A recording beyond a
+bound, or that cannot be written, ends with a note; its session is not affected. Unwritten entries
+are lost when the process is killed. `recording.py` defines the entries, `session.py` the steps."""
 
 import logging
 import time
@@ -38,7 +38,7 @@ STEPS = (
     *("next_round", "cancel", "abandon"),
 )
 """The methods of a session that change it."""
-PIECE_BYTES = 256 << 10  # bytes of a recording after which the thread gets them early
+PIECE_BYTES = 256 << 10  # bytes of a recording that are passed to the thread early
 MAX_SUBMITTED = 256  # requests whose sessions have not begun
 MAX_NOTES = 1024  # the most unpacked notes
 
@@ -58,9 +58,9 @@ class Recorder:
         """The file of each client's request, until its end was sent."""
         self._over: set[int] = set()  # sessions that had ended at the last tick
         self._submitted: dict[tuple[bytes, int], tuple[int, Sequence[bytes]]] = {}
-        """Requests whose sessions have not begun: when each came, and its frames."""
+        """Requests whose sessions have not begun: arrival and frames of each."""
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def begin(self, running: RunningRequest) -> None:
         """Record a new session: its steps, and the messages about it."""
@@ -107,7 +107,7 @@ class Recorder:
         if len(self._notes) > MAX_NOTES:
             self.settle()
 
-    # -- what becomes of it ------------------------------------------------------------------------
+    # -- packing and writing -----------------------------------------------------------------------
 
     def settle(self) -> None:
         """Pack the stored events; an error is logged and affects no session."""
@@ -119,8 +119,8 @@ class Recorder:
                 log.exception("a message could not be recorded")
 
     def tick(self, running: Container[int]) -> None:
-        """Write everything; `running`: sessions that have not ended. Ended ones stay for one more
-        call."""
+        """Write everything; `running`: sessions that have not ended. Ended ones are kept for one
+        more call."""
         self.settle()
         over = {number for number in self._files if number not in running}
         ended = [self._files.pop(number) for number in over & self._over]
@@ -135,7 +135,7 @@ class Recorder:
             kept.hand_over()
 
     def close(self) -> None:
-        """Write everything, and end. No session is running any more."""
+        """Write everything, and end. No session is running."""
         self.settle()
         for kept in self._files.values():
             kept.end("the session has ended", whole=True)
@@ -272,7 +272,7 @@ class _SessionFile:
         self.add(entry)
 
     def _since(self, at_ns: int) -> int:
-        """Return the time since the session began; its request came before that."""
+        """Return the time since the session began; negative for its request."""
         return max(0, at_ns - self._began_ns)
 
     def hand_over(self) -> None:

@@ -1,12 +1,12 @@
 """The format of a recording of a session, and its reader.
 
-A recording is a file of consecutive MessagePack maps: the session as it began, its target's
-tokenizer, the peers as they first appear, then in order every message (its unchanged frames), every
-event of the session with its arguments other than the message, and finally why it ends. If the
-coordinator is killed the file may end anywhere. Written by `recorder.py`, one entry at a time.
+A recording is a file of consecutive MessagePack maps: the initial session, its target's tokenizer,
+peers before their first message, every message (unchanged frames) and every event of the session
+(with its arguments other than the message) in order, and finally the reason for the end. If the
+coordinator is killed, the file may end anywhere. Written by `recorder.py`, one entry at a time.
 
 A recording contains the users' and the models' text. No message contains the keys of links; the
-`key` of a session is the one from which its noise is derived."""
+`key` of a session is for its noise."""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -177,7 +177,7 @@ class Recording:
 
     path: Path
     begin: Begin
-    entries: tuple[Entry, ...]  # all behind the first
+    entries: tuple[Entry, ...]  # all except the first
 
     @property
     def whole(self) -> bool:
@@ -221,7 +221,7 @@ class Recording:
 
 
 def read_recording(path: Path) -> Recording:
-    """Read the recording in a file, as far as it is complete; raise `UserError` if it is not a
+    """Read the complete entries of a recording; raise `UserError` if the file is not a
     recording."""
     try:
         entries = list(_entries(path))
@@ -229,14 +229,14 @@ def read_recording(path: Path) -> Recording:
         raise UserError(f"the recording {path} cannot be read: {error.strerror}") from None
     if not entries or not isinstance(begin := entries[0], Begin):
         raise UserError(
-            f"{path} is not a recording of a session: they are made by a coordinator with "
+            f"{path} is not a recording of a session: a coordinator makes recordings with "
             "--record-messages FOLDER"
         )
     recording = Recording(path, begin, tuple(entries[1:]))
     for number, entry in enumerate(recording.entries, start=1):
         if isinstance(entry, Said) and entry.peer not in recording.peers:
             raise UserError(
-                f"{path} is damaged: entry {number} is of peer {entry.peer}, which it does not name"
+                f"{path} is damaged: entry {number} is from peer {entry.peer}, which has no entry"
             )
     return recording
 
@@ -276,8 +276,8 @@ def _entry(path: Path, number: int, content: Any) -> Entry:
     ):
         written = printable(str(content.get("format"))[:20])
         raise UserError(
-            f"the recording {path} is of format {written}, this release reads {FORMAT}: use "
-            "the one that wrote it"
+            f"the recording {path} has format {written}, this release reads {FORMAT}: use the "
+            "release that wrote it"
         )
     try:
         entry: Entry = _ENTRY.validate_python(content)

@@ -69,12 +69,12 @@ class ReplayDifference:
 
 
 class _Differs(Exception):
-    """Ends a replay; has the recorded and the present value in words."""
+    """Ends a replay; contains descriptions of the recorded and the present value."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A step as it is recorded today, with all resulting commands and actions."""
+    """A step as recorded by this release, with all resulting commands and actions."""
 
     step: Step
     actions: Sequence[Action]
@@ -85,13 +85,13 @@ class Replay:
     """One recording and the session that repeats its steps."""
 
     recording: Recording
-    taken: list[Taken] = field(default_factory=list)  # the steps, including the one that differs
+    taken: list[Taken] = field(default_factory=list)  # steps so far, including the one that differs
     commands: int = 0  # commands that have been compared
     difference: ReplayDifference | None = None
     _place: int = 0
     _in_hand: Said | None = None  # the last received message
     _asked: list[Ask] = field(default_factory=list)
-    """Commands not seen: the session may have ended, or the worker was lost."""
+    """Commands without a recorded message: the session may have ended, or the worker was lost."""
     _told: list[Reply] = field(default_factory=list)
     """The recorded messages to the client, without the last."""
 
@@ -110,7 +110,7 @@ class Replay:
             self.difference = ReplayDifference(1 + self._place, at_ns / 1e9, *differs.args)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UserError(
-                f"{self.recording.path} is damaged: its entry {1 + self._place} makes no sense "
+                f"{self.recording.path} is damaged: its entry {1 + self._place} cannot be replayed "
                 f"({told(error)})"
             ) from error
         return self.difference
@@ -166,7 +166,7 @@ class Replay:
                 )
 
     def _arguments(self, step: Step) -> Sequence[Any]:
-        """Return the arguments that the method is called with."""
+        """Return the arguments of the method."""
         plain = step.arguments
         match step.name:
             case "prefilled" | "refed" | "scored" | "drafted":
@@ -202,15 +202,15 @@ class Replay:
         )
         if found is None:
             raise UserError(
-                f"{self.recording.path} has no verdict of round {round} where one was taken: it is "
-                "not a recording of a session"
+                f"{self.recording.path} lacks the verdict of round {round}: it is not a recording "
+                "of a session"
             )
         return found
 
     # -- messages ----------------------------------------------------------------------------------
 
     def _sent(self, said: Said) -> None:
-        """Compare a message sent then with the present command."""
+        """Compare a recorded message with the present command."""
         peer = self.recording.peers[said.peer]
         if peer.roles == ("client",):
             reply = _decoded(REPLY, said.frames)
@@ -243,7 +243,7 @@ class Replay:
         self.commands += 1
 
     def _compare_commands(self, where: str, then: Command, now: Command) -> None:
-        """Compare a command with the one sent then."""
+        """Compare a command with the recorded one."""
         if is_sent_as(now, then):
             return
         name = next(
@@ -259,7 +259,7 @@ class Replay:
         )
 
     def _compare_told(self) -> None:
-        """Compare messages to the client, merged or not; the last may be missing."""
+        """Compare messages to the client, which may be merged; the last may be missing."""
         actions = [action for taken in self.taken for action in taken.actions]
         for kind, told_as, names in TOLD:
             for name in names:
@@ -268,7 +268,7 @@ class Replay:
                 )
                 now = _joined(name, [action for action in actions if isinstance(action, kind)])
                 if then != now[: len(then)]:
-                    raise _Differs(f"{name} that is sent to the client", short(then), short(now))
+                    raise _Differs(f"{name} sent to the client", short(then), short(now))
 
     def _compare_result(self, finished: Finished) -> None:
         now = self.session.result(finished.result.rounds, finished.result.finish_reason)
@@ -285,7 +285,7 @@ class Replay:
 
 
 def _session(recording: Recording) -> Session:
-    """Return the session as it began."""
+    """Return the initial session."""
     begin, wanted = recording.begin, recording.begin.request
     fields: dict[str, Any] = {
         name: getattr(wanted, name) for name in type(wanted).model_fields if name != "prompt"

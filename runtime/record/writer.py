@@ -1,6 +1,6 @@
 """The thread that writes recordings, so that nothing else waits for a disk. It creates their files,
 readable by their owner only, and keeps a folder within its bound by removing the oldest. A file
-that cannot be written is given up, which is logged once. Contents are opaque here."""
+that cannot be written is abandoned, which is logged once. Contents are opaque here."""
 
 import logging
 import os
@@ -38,9 +38,9 @@ class FileWriter:
         """Raises `UserError` if the folder cannot be created or written to."""
         self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
         self._added = self._written = 0
-        """Bytes: the first counted by the callers, the second by the thread."""
+        """Bytes added by the callers, and bytes handled by the thread."""
         self._files: dict[Path, BinaryIO | None] = {}  # None: it could not be written
-        self._tokenizer: tuple[bytes, bytes] = (b"", b"")  # the last one, and its entry
+        self._tokenizer: tuple[bytes, bytes] = (b"", b"")  # the last tokenizer, and its entry
         self._done = _recordings(folder)  # complete files with their sizes, oldest first
         self._done_bytes = sum(size for _, size in self._done)
         self._thread = threading.Thread(target=self._run, name="recordings", daemon=True)
@@ -116,7 +116,7 @@ class FileWriter:
                 oldest.unlink(missing_ok=True)
             except OSError as error:
                 log.warning(
-                    "the recording %s could not be removed to make room for others: %s",
+                    "the recording %s could not be removed to make room: %s",
                     oldest,
                     error.strerror or error,
                 )

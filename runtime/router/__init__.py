@@ -1,1 +1,1 @@
-"""Several services behind one address: chooses a service for each request, and passes it on."""
+"""Several services behind one address: each request is passed to one of them."""

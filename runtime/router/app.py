@@ -1,9 +1,9 @@
 """The router as an application: passes a request to one replica, and returns its unchanged reply.
 
 A request goes to the next best replica if one cannot be reached, is full (429, 503), or disconnects
-before the first byte of its reply (the head of a stream and comments do not count). For a reply
-requested again by its id, all replicas are asked. A later disconnect ends the client's connection:
-a stream can be requested again with the seed in its first chunk."""
+before the first byte of its reply (the head of a stream and comments do not count). A reply
+requested again by its id is looked up at all replicas. If a replica disconnects later, the client's
+connection ends, too: a stream can be requested again with the seed in its first chunk."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 PASSED = (*COMPLETIONS, "/tokenize", "/detokenize", "/version", "/openapi.json")
 MODELS = "/v1/models"
 AGAIN = tuple(f"{path}/" for path in COMPLETIONS)
-"""Below these paths a reply is requested again by its id, which one of the replicas knows."""
+"""Below these paths a reply is requested again by its id."""
 BELOW = (f"{MODELS}/", *AGAIN)
 FULL = (429, 503)  # statuses of a replica without room or without a target
 KEPT_BACK = frozenset(
@@ -84,7 +84,7 @@ class Router:
         else:
             await answer(not_served(scope["method"], path), send)
 
-    # -- what is passed on -------------------------------------------------------------------------
+    # -- requests that are passed on ---------------------------------------------------------------
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, call = await _whole(receive), Call()
@@ -100,7 +100,7 @@ class Router:
     async def _try_all(
         self, scope: Scope, body: bytes, request: Wanted, call: Call, send: Send
     ) -> None:
-        """Have the request answered by the first replica that can."""
+        """Pass the request to the first replica that can answer it."""
         tried: set[str] = set()
         refusal: tuple[Message, bytes] | None = None
         while not call.gone:
@@ -124,7 +124,7 @@ class Router:
                 self._fleet.lost(replica, str(error))
             finally:
                 replica.in_flight -= request.samples
-                if not replica.in_flight:  # it has read all, whatever was predicted
+                if not replica.in_flight:  # it has prefilled everything, whatever was predicted
                     replica.unread_s = 0.0
                 call.connection = None
             replica.refused(request.blocks, noted)
@@ -145,8 +145,8 @@ class Router:
     async def _ask(
         self, replica: Replica, scope: Scope, body: bytes, call: Call, send: Send
     ) -> tuple[Message, bytes] | None:
-        """Pass on the reply of one replica; return it if it is a refusal that another replica may
-        not give. Raises `Broken` if nothing was sent to the client yet."""
+        """Pass on the reply of one replica; return a refusal if another replica may accept the
+        request. Raises `Broken` if nothing was sent to the client yet."""
         target = scope["raw_path"] + (
             b"?" + scope["query_string"] if scope["query_string"] else b""
         )
@@ -192,7 +192,7 @@ class Router:
         self._upstream.give_back(replica.url, connection)
         return None
 
-    # -- what is asked of the router ---------------------------------------------------------------
+    # -- requests to the router itself -------------------------------------------------------------
 
     async def _health(self, send: Send) -> None:
         await _json({}, send, 200 if self._serving else 503)
@@ -239,7 +239,7 @@ class Router:
 
 
 def _asks_again(scope: Scope) -> bool:
-    """Return whether a client requests a reply again, which one of the replicas knows."""
+    """Return whether a client requests a reply again."""
     back = any(name == b"last-event-id" for name, _ in scope["headers"])
     return back or bool(scope["path"].startswith(AGAIN))
 
@@ -286,11 +286,11 @@ def _headers(scope: Scope, url: str) -> list[tuple[bytes, bytes]]:
 def _nobody(replicas: Any, tried: set[str]) -> ApiError:
     if tried:
         return unavailable(
-            f"no replica answered this request, of {len(tried)} that were tried: try again soon"
+            f"none of the {len(tried)} tried replicas answered this request: try again soon"
         )
     count = len(replicas)
     return unavailable(
-        f"none of the {count} replicas serves at present: /readyz has their state"
+        f"none of the {count} replicas is serving at present: /readyz shows their state"
         if count
         else "this router has no replica: name one with --connect, or list it in the file of "
         "--replicas"

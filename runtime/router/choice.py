@@ -1,10 +1,10 @@
 """Decides which replica gets a request: the one predicted to finish it first. Pure.
 
-A replica that has prefilled the beginning of a conversation has it in its prefix cache and only
-prefills what is new, so it is chosen unless its sessions slow it down by more than the prefill
-elsewhere takes. Prefixes are stored as hashes of blocks of text, each including everything before
-it and the API key, since caches are shared only between requests of one key. Evictions on replicas
-are unknown: then a guess was wrong, and the prompt is prefilled again. The prediction includes
+A replica that has prefilled the beginning of a conversation has it in its prefix cache and prefills
+only new tokens, so it is chosen unless its sessions slow it down by more than the prefill elsewhere
+takes. Prefixes are stored as hashes of blocks of text, each including everything before it and the
+API key, since caches are shared only between requests of one key. Evictions on replicas are
+unknown: after one, the guess is wrong and the prompt is prefilled again. The prediction includes
 prompts that a replica still has to prefill, and requests waiting there."""
 
 from collections import OrderedDict
@@ -16,25 +16,25 @@ from dovetail.protocol.calibration import Positive, Seconds
 from dovetail.protocol.messages.parts import Count
 
 BLOCK = 64  # characters of a block
-CHARACTERS = 4.0  # characters of a token, about
-MOST_BLOCKS = 1 << 16  # stored blocks of a replica: a million tokens
+CHARACTERS = 4.0  # approximate characters per token
+MOST_BLOCKS = 1 << 16  # most stored blocks of a replica: a million tokens
 USUAL_TOKENS = 256  # the assumed tokens of a reply, if the request allows more
 USUAL_S, USUAL_FURTHER = 0.02, 0.5
-"""Seconds a token alone, and for each further session, before any report."""
+"""Seconds per token alone, and for each further session, before any report."""
 READING = 0.05  # prefill time of a token relative to decoding, if not reported
 ALIKE = 0.02  # relative difference of equal predictions, among which the idlest replica is chosen
 BUSY = 4  # sessions at which rates are compared
-EQUAL = 0.25  # replicas whose rates differ by less are taken as equal, given noise
+EQUAL = 0.25  # replicas whose rates differ by less count as equal, because of noise
 AGE_S = 300.0
 """Seconds after which a replica's rate expires, so that one that was slow is tried again with one
 request."""
 NEVER = float("-inf")
-BESIDE_STREAMS = 2.0  # assumed slow-down of prefill by streams; 1.5 was worse in a simulated fleet
+BESIDE_STREAMS = 2.0  # assumed slowdown of prefill by streams; 1.5 was worse in a simulated fleet
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The properties of a request that the choice depends on."""
+    """The properties of a request that determine the choice."""
 
     blocks: Sequence[int]  # hashes of its blocks, each with everything before it
     prompt_tokens: float
@@ -43,14 +43,14 @@ class Wanted:
 
 
 class Rate(NamedTuple):
-    """Seconds a token of a session alone, and those that each further session adds."""
+    """Seconds per token of a single session, and those that each further session adds."""
 
     alone_s: float
     further_s: float
 
     @property
     def busy_s(self) -> float:
-        """Return the seconds a token of `BUSY` sessions."""
+        """Return the seconds per token of `BUSY` sessions."""
         return self.alone_s + (BUSY - 1) * self.further_s
 
 
@@ -67,15 +67,15 @@ class ReplicaLoad:
     seconds_per_token: Seconds | None = None
     further_seconds_per_token: Seconds | None = None
     reading_seconds_per_token: Seconds | None = None
-    targets: Positive = 1  # targets that read and verify side by side
-    in_flight: int = 0  # requests of this router that may have run there at that time
+    targets: Positive = 1  # targets that work in parallel
+    in_flight: int = 0  # requests of this router that may have been running there at that time
 
 
 class Noted(NamedTuple):
-    """What a choice has noted at its replica, undone if that refuses the request."""
+    """The changes that a choice made to its replica, undone if that refuses the request."""
 
     reading_s: float  # seconds of reading it
-    known: int  # its blocks that had been prefilled before
+    known: int  # its blocks that were already prefilled
 
 
 NOTHING = Noted(0.0, 0)
@@ -89,15 +89,15 @@ class Replica:
     ready: bool = False
     draining: bool = False  # True if it gets no further requests
     load: ReplicaLoad = field(default_factory=ReplicaLoad)
-    rate: Rate = UNKNOWN  # the rate that `agree_on_rates` has given it
+    rate: Rate = UNKNOWN  # the rate set by `agree_on_rates`
     rated_s: float = 0.0
-    """When its rate last changed, by the clock of `told`; every round changes it."""
+    """When its rate last changed, on the clock of `told`; every round changes it."""
     in_flight: int = 0  # requests of this router that run there
     sent: int = 0  # requests that this router has sent there
     chosen_s: float = NEVER  # when it was last chosen
     unread_s: float = 0.0
-    """Seconds of prefill that it still had then, including the chosen request's."""
-    noted: Noted = NOTHING  # what the last choice of it has noted
+    """Seconds of prefill that it had left then, including the chosen request's."""
+    noted: Noted = NOTHING  # the changes made by its last choice
     known: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of the blocks that it has prefilled, the oldest first."""
 
@@ -112,17 +112,18 @@ class Replica:
 
     @property
     def running(self) -> int:
-        """The number of requests there, ours and those of others."""
+        """The number of requests there, including those of other clients."""
         others = self.load.sessions + self.load.queued - self.load.in_flight
         return self.in_flight + max(0, others)
 
     @property
     def queued(self) -> int:
-        """The number of waiting requests there, with all since its last report if any waited."""
+        """The number of requests waiting there, plus, if any were waiting, all since its last
+        report."""
         return self.load.queued and self.load.queued + max(0, self.in_flight - self.load.in_flight)
 
     def reads_on_s(self, now_s: float) -> float:
-        """Return for how many more seconds it is busy with the prompts sent to it."""
+        """Return how many more seconds it needs for the prompts sent to it."""
         return max(0.0, self.unread_s - (now_s - self.chosen_s))
 
     def refused(self, blocks: Sequence[int], noted: Noted) -> None:
@@ -132,7 +133,7 @@ class Replica:
             self.known.pop(block, None)
 
     def has_read(self, blocks: Sequence[int]) -> int:
-        """Return how many of these blocks, from the first on, it has prefilled."""
+        """Return how many of these blocks, counted from the first, it has prefilled."""
         low, high = 0, len(blocks)
         while low < high:
             middle = (low + high + 1) // 2
@@ -140,7 +141,7 @@ class Replica:
         return low
 
     def reads(self, blocks: Sequence[int]) -> None:
-        """Note that it prefills these blocks; the first ones are dropped last."""
+        """Add the blocks that it prefills; the first ones are dropped last."""
         for block in reversed(blocks):
             self.known[block] = None
             self.known.move_to_end(block)
@@ -169,7 +170,8 @@ def wanted(body: Any, key: bytes) -> Wanted:
 
 
 def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replica | None:
-    """Choose the replica predicted to finish first, and note its request; None if there is none."""
+    """Choose the replica predicted to finish first, and count the request there; None if there is
+    none."""
     there = [replica for replica in replicas if replica.ready and not replica.draining]
     if not there:
         return None
@@ -212,7 +214,8 @@ def _predicted(replica: Replica, request: Wanted, now_s: float) -> Predicted:
 
 
 def agree_on_rates(replicas: Sequence[Replica], now_s: float = 0.0) -> None:
-    """Set rates: the mean of similar ones, and of all others without a recent report."""
+    """Set rates: the mean of similar replicas; the mean of all for those without a recent
+    report."""
     told = sorted(
         (
             (rate, one)
@@ -246,7 +249,7 @@ def _mean(rates: Sequence[Rate]) -> Rate:
 
 
 def _text(fields: Mapping[Any, Any]) -> str:
-    """Return the beginning of a request's text, in the order of prefill."""
+    """Return the beginning of a request's text, in the order of its prefill."""
     messages = fields.get("messages")
     if isinstance(messages, list):
         parts = [part for message in messages for part in _parts(message)]

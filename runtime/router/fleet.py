@@ -1,4 +1,4 @@
-"""The replicas behind a router, with their reports, twice a second."""
+"""The replicas behind a router, with their reports twice a second."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ log = logging.getLogger("dovetail.router")
 
 LOOK_EVERY_S = 0.5
 ANSWER_S = 2.0  # seconds within which a replica must report
-LOAD = TypeAdapter(ReplicaLoad)  # reads the report of a replica, without fields of later versions
+LOAD = TypeAdapter(ReplicaLoad)  # parses a replica's report, ignoring fields of later versions
 
 
 class Fleet:
@@ -36,8 +36,8 @@ class Fleet:
         while True:
             try:
                 await self.look()
-            except Exception:  # a fault of ours, which may not recur
-                log.exception("the replicas could not be looked after")
+            except Exception:  # an internal error, which may not recur
+                log.exception("the replicas could not be polled")
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def look(self) -> None:
@@ -52,7 +52,7 @@ class Fleet:
             if replica.draining and not replica.in_flight:
                 del self._all[replica.url]
                 self._upstream.close(replica.url)
-                log.info("the replica %s has been let go", replica.url)
+                log.info("the replica %s was removed", replica.url)
         await asyncio.gather(*(self._ask(replica) for replica in self.replicas))
         agree_on_rates(self.replicas, time.monotonic())
 
@@ -64,7 +64,7 @@ class Fleet:
         self._upstream.close(replica.url)
 
     async def _ask(self, replica: Replica) -> None:
-        """Query a replica's state; its running requests may include ours."""
+        """Query a replica's state; its running requests include ours."""
         asked = replica.in_flight - replica.sent
         try:
             async with asyncio.timeout(ANSWER_S):

@@ -15,17 +15,17 @@ CONNECT_S = 2.0  # seconds within which a replica must accept a connection
 PIECE = 64 << 10
 MOST_KEPT = 256  # the most idle connections to one replica
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
-"""A machine that disappears is detected after some ten seconds."""
+"""Keep-alive probes, which detect a lost machine after some ten seconds."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Broken(Exception):
-    """A replica that cannot be reached, or that broke off, with the reason."""
+    """A replica cannot be reached or has disconnected, with the reason."""
 
 
 class Connection:
-    """One connection; also what httptools calls while it reads a reply."""
+    """One connection; also the callbacks of httptools for parsing a reply."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -34,7 +34,7 @@ class Connection:
     async def request(
         self, method: str, target: bytes, headers: Headers, body: bytes
     ) -> tuple[int, list[tuple[bytes, bytes]]]:
-        """Send a request and wait for the head of its reply: status and headers."""
+        """Send a request and wait for the status and headers of its reply."""
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
@@ -80,7 +80,7 @@ class Connection:
         except (OSError, httptools.HttpParserError) as error:
             raise Broken(f"the connection broke ({error})") from None
 
-    # -- what httptools calls ----------------------------------------------------------------------
+    # -- callbacks of httptools --------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name.lower(), value))
@@ -102,7 +102,7 @@ class Upstream:
         self._kept: defaultdict[str, list[Connection]] = defaultdict(list)
 
     async def take(self, url: str, *, fresh: bool = False) -> Connection:
-        """Return a connection to a replica, a kept one unless `fresh`; raise `Broken` if it cannot
+        """Return a connection to a replica, an idle one unless `fresh`; raise `Broken` if it cannot
         be reached."""
         kept = self._kept[url]
         while kept and not fresh:
@@ -123,7 +123,7 @@ class Upstream:
         return Connection(reader, writer)
 
     async def get(self, url: str, target: bytes) -> tuple[int, bytes]:
-        """Return the status and the whole reply to a GET without a key, on a new connection."""
+        """Return status and body of the reply to a GET without a key, on a new connection."""
         connection = await self.take(url, fresh=True)
         try:
             host = [(b"host", urlsplit(url).netloc.encode()), (b"connection", b"close")]

@@ -41,7 +41,7 @@ class Emit(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """The target's log-probabilities of tokens of the prompt, the first of which is at `start`."""
+    """The target's log-probabilities of prompt tokens, from position `start` on."""
 
     start: int
     logprobs: tuple[TokenLogprobs, ...]
@@ -52,7 +52,7 @@ class NextRound:
     """A round is over: the session waits for `next_round`. The last of its actions."""
 
     may_draft: bool = False  # True if the session's draft is ready for a Draft command
-    holding: bool = False  # True if the target holds features that the draft has to read first
+    holding: bool = False  # True if the target holds features that the draft must read first
 
 
 @dataclass(frozen=True)

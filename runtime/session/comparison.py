@@ -1,22 +1,20 @@
 """Compares two runs of the same request: where their tokens differ, and whether that is a near-tie.
 
-Rounding differs between a pass over one row and a pass over many, so two logits that are equal to
-the last digits may change places. Such a case is reported with its margin; anything wider is a
-fault."""
+Rounding differs between a pass over one row and a pass over many, so two almost equal logits may
+change places. Such a case is reported with its margin; a larger difference is an error."""
 
 from dataclasses import dataclass
 
 from dovetail.protocol.messages import Finished
 
 NEAR_TIE = 1e-4
-"""Distance of the two best choices below which rounding decides; logits are of the order of 10, and
-float32 sums of hundreds of terms err by about 1e-5."""
+"""Margin of the two best choices below which rounding decides; logits are of the order of 10, and
+float32 sums of hundreds of terms have errors of about 1e-5."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token in which two runs differ, and the larger of their distances from the
-    runner-up."""
+    """The first token in which two runs differ, and the larger of their margins."""
 
     position: int
     margin: float

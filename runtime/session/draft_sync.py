@@ -1,7 +1,7 @@
 """Draft sync: which part of the token log a session's draft has, and what must be sent. A draft is
 opened with the beginning of the log, gets the features of that part if it reads its target, and
-with each command the tokens committed since the last one. Tokens of rounds without a draft are kept
-for the next command. Pure; features are opaque."""
+gets with each command the tokens committed since the last one. Tokens of rounds without a draft are
+kept for the next command. Pure; features are opaque."""
 
 from dataclasses import dataclass, field
 
@@ -31,24 +31,23 @@ class DraftSync:
     """The ended session that it reuses; if it reads its target, the features of these tokens are
     not sent again."""
     bonus: int = 0
-    """The token after the `accepted` nodes of its last proposal, or after the log that it was
-    opened with."""
+    """The token after the `accepted` nodes of its last proposal, or after its opening log."""
     accepted: tuple[int, ...] = ()
     more: list[int] = field(default_factory=list)
     """Tokens committed after that in rounds without an order."""
     features: list[Array] = field(default_factory=list)
     """Features of the verdicts since the last order."""
-    held_bytes: int = 0  # size of `features`, and of those that the target holds
+    held_bytes: int = 0  # size of `features` and of those that the target holds
     held: int = 0  # rows of features that the target has kept from its last verdicts
     rows: int = 0  # tokens of the log at its last proposal; 0: there was none
-    fed: int = field(init=False)  # positions whose features it was sent, or has from its base
+    fed: int = field(init=False)  # positions whose features it was sent or has from its base
 
     def __post_init__(self) -> None:
         self.fed = self.base.tokens if self.base is not None and self.reads is not None else 0
 
     @property
     def complete(self) -> bool:
-        """Whether it has been fed everything that it was opened with."""
+        """Whether it has the features of everything that it was opened with."""
         return self.reads is None or self.fed == self.tokens
 
     @property
@@ -57,13 +56,13 @@ class DraftSync:
         return 0 if self.reads is None else self.reads.row * ITEM_BYTES[self.reads.dtype]
 
     def keep_held(self, rows: int) -> None:
-        """Note that the target has kept this many more rows."""
+        """Note that the target keeps this many more rows."""
         self.held += rows
         self.held_bytes += rows * self.row_bytes
 
     def fits(self, features: Array | None, rows: int) -> bool:
-        """Return whether these are this many rows of the features that it reads; always True for a
-        draft that reads none."""
+        """Return whether these are this many rows of the features that it reads; always True if it
+        reads none."""
         if self.reads is None:
             return True
         return features is not None and (features.dtype, features.shape) == (

@@ -1,4 +1,4 @@
-"""Log-probabilities of a target: checked, and tracked for what the client has."""
+"""Checks a target's log-probabilities, and tracks which of them the client has."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from dovetail.runtime.session.request import Request
 
 
 def check_logprobs(logprobs: Sequence[TokenLogprobs], tokens: int, request: Request) -> None:
-    """Raise `ProtocolError` unless there are as many log-probabilities as wanted."""
+    """Raise `ProtocolError` unless there are as many log-probabilities as requested."""
     expected = 0 if request.logprobs is None else tokens
     if len(logprobs) != expected or not _fit(logprobs, request):
         raise ProtocolError(
@@ -55,8 +55,7 @@ class PromptScores:
             or not _fit(event.logprobs, request)
         ):
             raise ProtocolError(
-                f"log-probabilities of positions {event.start} to {stop - 1} are not those "
-                "that were asked for"
+                f"log-probabilities of positions {event.start} to {stop - 1} were not requested"
             )
         self._next = stop
         if stop <= self.told:

@@ -27,8 +27,8 @@ class Request:
     scored: bool = False
     owner: str = ""
     packed: bytes = field(init=False, repr=False)
-    """The prompt as the prefix cache compares it; computed with the request, when a millisecond
-    does not matter."""
+    """The prompt in the form that the prefix cache compares; computed with the request, when a
+    millisecond does not matter."""
     most_nodes: int = field(init=False, repr=False)
     """The most nodes of a tree; stored, since every round needs it."""
     most_levels: int = field(init=False, repr=False)  # the most levels of a tree
@@ -61,7 +61,7 @@ class Request:
         self, log: tuple[int, ...], *, epoch: int, session: int, round: int, reads: Reads | None
     ) -> Open:
         """Return the command for a worker to prefill this beginning of the token log; `round`: the
-        one that ended with the token after it; `reads`: the features that the draft reads."""
+        one completed by the next token; `reads`: the features that the draft reads."""
         sampling = {name: getattr(self.sampling, name) for name in Sampling.model_fields}
         return Open(
             epoch=epoch,
@@ -72,7 +72,7 @@ class Request:
             capacity=self.capacity,
             vocabulary_size=self.vocabulary_size,
             end=self.end,
-            sampling=Sampling(**sampling),  # the request's settings may be of a richer class
+            sampling=Sampling(**sampling),  # the request's settings may be of a derived class
             tree=self.tree,
             features=reads,
             replied=len(log) - len(self.prompt),
@@ -82,7 +82,7 @@ class Request:
         self, command: Open, base: Base | None, *, features_from: int | None, begun: bool
     ) -> Open:
         """Return the command for the target. `features_from`: the first position whose features it
-        returns, None if no draft reads them; `begun`: the reply has tokens already."""
+        returns, None if no draft reads them; `begun`: the reply already has tokens."""
         own: dict[str, object] = {"logprobs": self.logprobs, "scored": self.scored and not begun}
         kept = base.tokens if base is not None else 0
         if base is not None:
@@ -110,7 +110,8 @@ def base_of(command: Open) -> Base | None:
     return Base(command.base, command.kept, command.shared)
 
 
-# -- checks of what a client sends, which the HTTP process makes, too ------------------------------
+# -- checks of requests, also used by the HTTP process
+# ----------------------------------------------
 
 
 def check_ids(where: str, ids: Iterable[int], size: int) -> None:
@@ -127,7 +128,8 @@ def too_long(count: str, context: int) -> RequestError:
 
 
 def begun(prompt: tuple[int, ...], begin: int | None) -> tuple[int, ...]:
-    """Return a prompt; an empty one becomes `begin`, the token that begins a text, if any."""
+    """Return a prompt; an empty one is replaced by `begin`, the token that begins a text, if
+    any."""
     if not prompt and begin is None:
         text = "the prompt is empty, and the target has no token that begins a text: give it at "
         raise RequestError("settings", f"{text}least one token")
@@ -135,7 +137,7 @@ def begun(prompt: tuple[int, ...], begin: int | None) -> tuple[int, ...]:
 
 
 def check_least(min_tokens: int, max_tokens: int) -> None:
-    """Raise `RequestError` if a reply must be longer than it may be."""
+    """Raise `RequestError` if a reply's minimum length exceeds its maximum."""
     if min_tokens > max_tokens:
         text = f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens}): lower one or "
         raise RequestError("settings", f"{text}raise the other")

@@ -8,14 +8,14 @@ session requests its next round, which begins with a plan for drafting. Features
 passed on as they arrive: the prompt's by Feed, those of verdicts with the next Draft. They are
 opaque here.
 
-A session outlives its workers. Without its draft it continues with the target alone. It takes
-another draft between two rounds: that one prefills the log, and the features if it reads its
-target, which recomputes them. Without its target it waits for another one, which prefills the log;
-the token that it chooses after the log is the verdict of the lost round, with no node accepted. It
-is the token that would have come anyway.
+A session outlives its workers. Without its draft it continues with the target alone. It gets
+another draft between two rounds: that draft prefills the log and, if it reads its target, features,
+which the target recomputes. Without its target it waits for another one, which prefills the log;
+the token that this target chooses after the log is the verdict of the lost round, with no node
+accepted. It is the token that would have followed anyway.
 
 An event is a call of a method that returns actions, without callbacks, so a session's actions
-depend only on its events and their arguments. Knows no sockets, no clock (time is an argument, in
+depend only on its events and their arguments. It has no sockets, no clock (time is an argument, in
 nanoseconds) and no workers: an `Ask` names a role, and the scheduler decides when it is sent."""
 
 from collections.abc import Sequence
@@ -70,14 +70,14 @@ def read_proposal(event: Drafted, request: Request) -> TokenTree:
 
 
 def _check_probabilities(event: Drafted) -> None:
-    """Raise `ProtocolError` unless each node has its children's probabilities."""
+    """Raise `ProtocolError` unless each node has the probabilities of its children."""
     candidates, probabilities = event.candidates, event.probabilities
     if (
         candidates is None
         or probabilities is None
         or (candidates.dtype, probabilities.dtype) != ("int32", "float32")
     ):
-        raise ProtocolError("a proposal without the probabilities that it was drawn from")
+        raise ProtocolError("a proposal without the probabilities from which it was drawn")
     rows, count = candidates.shape if len(candidates.shape) == 2 else (0, 0)
     if (
         candidates.shape != probabilities.shape
@@ -95,11 +95,11 @@ class Session(OpeningSession):
     actions."""
 
     def begin(self) -> list[Action]:
-        """Open the session on its workers; end it if its reply was complete already."""
+        """Open the session on its workers; end it if its reply is already complete."""
         return super().begin() if self.over is None else self._finish(self.over)
 
     def opened(self, event: Opened, now_ns: int, times: RoundTimes | None = None) -> list[Action]:
-        """Handle the first token of a target that has prefilled the prompt; or the token of another
+        """Handle the first token of a target that has prefilled the prompt, or the token of another
         target that has prefilled the log, which is the verdict of a round."""
         if self.state is not State.OPENING or event.bonus is None or event.round != self.round:
             raise StaleError(
@@ -150,7 +150,7 @@ class Session(OpeningSession):
 
     @property
     def holding(self) -> bool:
-        """True if the target has kept features that the draft must read before it can draft."""
+        """True if the target keeps features that the draft must read before it can draft."""
         return self.draft_sync is not None and self.draft_sync.held > 0
 
     @property
@@ -159,8 +159,7 @@ class Session(OpeningSession):
         return self.proposal.scores[: len(self.tree.tokens)] if self.proposal is not None else ()
 
     def _readable(self, item: VerifiedItem, features: Array | None) -> bool:
-        """Return whether the features that came with a verdict, or their absence, are what the
-        draft needs."""
+        """Return whether the features of a verdict, or their absence, fit the draft."""
         if self.draft_sync is None or self.draft_sync.reads is None:
             return True  # rows kept for another draft are not needed
         if self._hold and features is None:
@@ -169,7 +168,7 @@ class Session(OpeningSession):
         return item.held == self.draft_sync.held and self.draft_sync.fits(features, rows)
 
     def drafted(self, event: Drafted) -> list[Action]:
-        """Handle the draft worker's proposal: have its tree verified."""
+        """Handle the draft worker's proposal: request verification of its tree."""
         if self.state is not State.DRAFTING or event.round != self.round:
             raise StaleError(
                 f"session {self.number} was not waiting for a proposal of round {event.round}"
@@ -182,7 +181,7 @@ class Session(OpeningSession):
         return self._verify(tree, event if self.request.rejects and tree else None)
 
     def sent(self, nodes: int) -> list[Action]:
-        """Note how many nodes of the proposal were sent; the verdict is about these."""
+        """Note how many nodes of the proposal were sent for verification."""
         if nodes < len(self.tree.tokens):
             self.tree = self.tree.prefix(nodes)
         return []
@@ -207,9 +206,7 @@ class Session(OpeningSession):
             tokens = [*(tree.tokens[node] for node in item.accepted), item.bonus]
         in_vocabulary = item.bonus < self.request.vocabulary_size
         if not tokens or len(item.margins) != len(tokens) or not in_vocabulary:
-            raise ProtocolError(
-                f"the verdict of round {item.round} fits no path of the tree that was sent"
-            )
+            raise ProtocolError(f"the verdict of round {item.round} fits no path of the sent tree")
         if item.logprobs or self.request.logprobs is not None:
             check_logprobs(item.logprobs, len(tokens), self.request)
         return self._decided(item.accepted, tokens, item.margins, item.logprobs, features, times)
@@ -223,7 +220,7 @@ class Session(OpeningSession):
         features: Array | None,
         times: RoundTimes | None,
     ) -> list[Action]:
-        """End a round in which these nodes were accepted; `tokens` are theirs and the bonus."""
+        """End a round in which these nodes were accepted; `tokens`: theirs and the bonus."""
         before, drafted = len(self.tokens), len(self.tree.tokens)
         ended = RoundFacts(
             self.round,
@@ -248,8 +245,8 @@ class Session(OpeningSession):
         self, plan: Plan | None, joining: Joining | None = None, hold: bool = False
     ) -> list[Action]:
         """Begin the next round, drafted by `plan`, or undrafted if that is None. `joining`: a draft
-        that joins the session now, not used in this round; `hold`: in this round without a draft
-        the target keeps the features, since no drafting is expected soon."""
+        that joins the session now and is used from the next round on; `hold`: the target keeps the
+        features of this undrafted round, since no drafting is expected soon."""
         if self.state not in (State.READY, State.BETWEEN):
             raise RuntimeError(f"session {self.number} is {self.state.value}, not between rounds")
         if joining is not None:
@@ -270,8 +267,7 @@ class Session(OpeningSession):
         return [Ask("draft", order)]
 
     def draft_lost(self) -> list[Action]:
-        """Continue with the target alone; the round in which the draft worker was lost is verified
-        without a tree."""
+        """Continue with the target alone, from the round in which the draft worker was lost."""
         self.draft_sync, self._features.recomputing = None, False
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
@@ -286,15 +282,15 @@ class Session(OpeningSession):
         return []
 
     def recovered(self, fingerprint: str, base: Base | None = None) -> list[Action]:
-        """Have another target prefill the log. `base`: the session that it reuses."""
+        """Make another target prefill the log. `base`: the session that it reuses."""
         self.state, self._moved = State.OPENING, True
         self._scores.restart()
         self.fingerprint, self.target_base = fingerprint, base
         return [self._open_target()]
 
     def tree_refused(self) -> list[Action]:
-        """Repeat the round without the proposal, which the target has rejected, and continue with
-        the target alone."""
+        """Repeat the round without the proposal, which the target has rejected, and continue
+        without a draft."""
         self.draft_sync = None
         return self._verify(NO_TREE)
 
@@ -321,7 +317,7 @@ class Session(OpeningSession):
         *,
         drafted: int,
     ) -> list[Action]:
-        """Extend the token log to the reply's end; stream, and request the next round."""
+        """Extend the token log, up to the reply's end; stream, and request the next round."""
         begin = len(self.tokens)
         count, shown, reason = self.reply.read(tokens, self.request.max_tokens - begin)
         self.tokens += tokens[:count]
@@ -338,7 +334,7 @@ class Session(OpeningSession):
         ]
 
     def _join(self, joining: Joining) -> list[Action]:
-        """Have a draft prefill the log up to the root, the first bonus that it gets. This round is
+        """Make a draft prefill the log up to the root, which will be its first bonus. This round is
         not drafted."""
         reads, base = joining.reads, joining.base
         self._ordered = False
@@ -362,7 +358,7 @@ class Session(OpeningSession):
     def _verify(
         self, tree: TokenTree, drawn: Drafted | None = None, *, hold: bool = False
     ) -> list[Action]:
-        """Have the target verify a tree. `drawn`: the proposal, if the target needs the
+        """Make the target verify a tree. `drawn`: the proposal, if the target needs the
         distributions of its nodes; `hold`: the target holds the features that the draft reads."""
         self.state, self.tree = State.VERIFYING, tree
         self._hold = hold and self.draft_sync is not None and self.draft_sync.reads is not None
@@ -387,7 +383,7 @@ class Session(OpeningSession):
     def _finish(
         self, reason: FinishReason, begin: int | None = None, drafted: int = 0, shown: str = ""
     ) -> list[Action]:
-        """End, and send the text that was held back, unless a stop string was found."""
+        """End, and send any text held back, unless a stop string was found."""
         begin = len(self.tokens) if begin is None else begin
         by_stop_string = reason == "stop" and self.tokens[-1] not in self.request.end
         if not by_stop_string:

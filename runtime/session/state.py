@@ -15,8 +15,8 @@ from dovetail.runtime.text.tokenizer import Detokenizer, ReplyText
 
 NO_TREE = TokenTree()
 MAX_HELD_BYTES = 32 << 20
-"""The most bytes of features kept for a draft that gets no commands; beyond this the draft is
-closed. They must fit into one message."""
+"""The most bytes of features kept for an idle draft; beyond this the draft is closed. They must fit
+into one message."""
 
 
 class State(Enum):
@@ -30,7 +30,7 @@ class State(Enum):
     BETWEEN = "between"  # a round is over, and the next one has not begun
     DONE = "done"
 
-    __hash__ = object.__hash__  # Enum's own is computed in Python, some ten times in every round
+    __hash__ = object.__hash__  # that of Enum is computed in Python, some ten times in every round
 
 
 @dataclass
@@ -44,10 +44,12 @@ class SessionState:
     detokenizer: InitVar[Detokenizer]
     accounts: Accounts
     fingerprint: str = ""  # the fingerprint of its target
-    draft_sync: DraftSync | None = None  # which part of the log its draft has; None without a draft
+    draft_sync: DraftSync | None = (
+        None  # the part of the log that its draft has; None without a draft
+    )
     target_base: Base | None = None
-    """The ended session that the target reuses; for a draft that reads its target, with as many
-    tokens as the draft's base."""
+    """The ended session that the target reuses; if the draft reads its target, with as many tokens
+    as the draft's base."""
     state: State = State.OPENING
     round: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -113,7 +115,7 @@ class SessionState:
 
     @property
     def briefed(self) -> bool:
-        """Whether the draft has been given everything that it has to read."""
+        """Whether the draft has everything that it must read."""
         return self.draft_sync is not None and self.draft_sync.complete
 
     @property
@@ -139,8 +141,8 @@ class SessionState:
 
     @property
     def shown_from(self) -> int:
-        """The position up to which another target may reuse rows: it must return the features
-        behind it."""
+        """The position up to which another target may reuse rows: it must return the features after
+        it."""
         if self.draft_sync is None or self.draft_sync.reads is None:
             return self.length
         if self.draft_sync.complete and self.tokens:
@@ -161,12 +163,12 @@ class SessionState:
         """Note that the scores of this many tokens of the prompt were sent to the client."""
         self._scores.told = 1 + tokens
 
-    # -- for others --------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     def kept(self, role: str, *, idle: bool) -> Kept:
-        """Return what a worker has of this session, now that it has ended. `idle`: it owes no
-        answer. The root has no row in the target. A draft has what the last order that it answered
-        brought; without one it has prefilled the prompt."""
+        """Return the rows that a worker has of this ended session. `idle`: it owes no answer. The
+        root has no row in the target. A draft has the tokens up to the last order that it answered;
+        without one, the prompt."""
         rows = len(self.request.prompt) + max(0, len(self.tokens) - 1)
         if role == "draft":
             draft_sync = self.draft_sync

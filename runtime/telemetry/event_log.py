@@ -2,12 +2,12 @@
 traced requests.
 
 Events are only stored, which takes a microsecond; messages are made on request. Rounds and spans
-share one numbering, so that a caller with the last number gets the new ones, and how many were
-dropped. Workers record fine spans while spans are requested, or a request is traced. Pure: clock
-and workers are arguments, and sessions are numbers.
+share one numbering, so that a caller with the last number gets the new ones and the number of
+dropped ones. Workers record fine spans while spans are requested, or a request is traced. Pure:
+clock and workers are arguments, and sessions are numbers.
 
-A worker's spans are on its own clock. They are shifted by its known offset; a worker whose clock
-may be the same as ours is assumed to have it, as processes of one machine do."""
+A worker's spans are on its own clock. They are shifted by its known offset; if that is within the
+error, the clocks are assumed to be the same, as on one machine."""
 
 import itertools
 import re
@@ -55,7 +55,7 @@ class _Round(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Spans of one process about one thing; `number` is that of the last one."""
+    """Spans of one process and session; `number` is that of the last span."""
 
     number: int
     process: str
@@ -91,7 +91,7 @@ class EventLog:
         self._told: set[int] = set()  # epochs of the workers that record fine spans
         self._traces: dict[int, list[SeenSpan]] = {}  # by session
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def add_ours(
         self, spans: Sequence[Span], session: int | None = None, round: int | None = None
@@ -101,7 +101,7 @@ class EventLog:
 
     @property
     def began_ns(self) -> int:
-        """The current time, if fine spans are recorded: the start of one."""
+        """The current time, the start of a fine span, if fine spans are recorded."""
         return self.now_ns() if self.fine else 0
 
     def finely(self, name: str, start_ns: int, about: Any) -> int:
@@ -117,7 +117,7 @@ class EventLog:
         return now_ns
 
     def event(self, worker: Worker, event: Event) -> None:
-        """Note the time of its worker in an event."""
+        """Store the worker's spans in an event."""
         spans, beside = getattr(event, "spans", ()), getattr(event, "beside", ())
         if not spans and not beside:
             return
@@ -184,7 +184,7 @@ class EventLog:
     # -- requests that are traced ------------------------------------------------------------------
 
     def begin(self, session: Session, *, trace: bool) -> None:
-        """Note that a session begins; `trace`: keep what is about it until it is taken."""
+        """Note that a session begins; `trace`: keep its events until they are taken."""
         session.reply.watch(self, session)
         if trace:
             self._traces[session.number] = []
@@ -193,10 +193,10 @@ class EventLog:
         """Return and drop the stored events of a traced session."""
         return tuple(self._traces.pop(session, ())[:MAX_TRACED])
 
-    # -- who looks ---------------------------------------------------------------------------------
+    # -- answers to Look ---------------------------------------------------------------------------
 
     def orders(self, workers: Iterable[Worker]) -> list[tuple[Worker, bool]]:
-        """Return the workers to notify whether to record fine spans."""
+        """Return the workers that must start or stop recording fine spans."""
         self.fine = bool(self._traces) or (self._until_ns > 0 and self.now_ns() < self._until_ns)
         if not self.fine and not self._told:
             return []
@@ -251,7 +251,7 @@ class EventLog:
         )
 
     def _behind(self, number: int) -> Sequence[_Round | _Batch]:
-        """Return the entries after a number; frequent callers only look at a few."""
+        """Return the entries after a number; frequent callers get only a few."""
         found = list(itertools.takewhile(lambda entry: entry.number > number, reversed(self._ring)))
         return found[::-1]
 

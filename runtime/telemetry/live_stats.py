@@ -23,9 +23,9 @@ from dovetail.runtime.telemetry.picture import (
     tree_picture,
 )
 
-FORMAT = 2  # version of the picture, raised when a reader of an older one would not understand it
-HISTORY_S = 120  # seconds of the displayed history, shares and means
-RATE_S = 5  # seconds of the present rate
+FORMAT = 2  # version of the view, raised when older readers would not understand it
+HISTORY_S = 120  # seconds covered by the displayed history, shares and means
+RATE_S = 5  # seconds over which the present rate is averaged
 QUIET_S = 30.0  # a session without a round for this long is not listed
 MAX_SESSIONS = 64  # sessions that are listed
 MAX_DEPTHS = 16  # positions whose acceptance is shown
@@ -35,7 +35,7 @@ PARTS = ("draft", "verify", "transport", "queue", "coordinator")
 
 @dataclass
 class Second:
-    """Sums over the rounds that ended in one second."""
+    """Sums over the rounds that ended within one second."""
 
     rounds: int = 0
     tokens: int = 0
@@ -46,7 +46,7 @@ class Second:
     at_depth: list[int] = field(default_factory=list)
     parts_ns: list[int] = field(default_factory=lambda: [0] * len(PARTS))
     drafting_ns: Counter[str] = field(default_factory=Counter)
-    """Drafting that was waited for, by worker."""
+    """Drafting for which rounds waited, by worker."""
 
     def add(self, seen: SeenRound) -> None:
         record = seen.record
@@ -127,7 +127,7 @@ class LiveStats:
         self._state = state
 
     def see(self, seen: Seen) -> bool:
-        """Take what a coordinator saw since `next`; return whether there is more."""
+        """Take a coordinator's events since `next`; return whether there are more."""
         if seen.epoch != self._epoch:
             asked = self.next
             self._begin()
@@ -165,7 +165,7 @@ class LiveStats:
     def _age_s(self, at_ns: int) -> float:
         return (self._now_ns - at_ns) / 1e9
 
-    # -- the picture -------------------------------------------------------------------------------
+    # -- the view ----------------------------------------------------------------------------------
 
     def view(
         self,
@@ -174,8 +174,8 @@ class LiveStats:
         session: int | None = None,
         called: Callable[[str], str] = folder_name,
     ) -> dict[str, Any]:
-        """Return all displayed values, with the last tree of a session or of the newest. `spell`:
-        None hides tokens and texts; `called`: a model -> its name."""
+        """Return all displayed values, with the last tree of a session, by default the newest.
+        `spell`: None hides tokens and texts; `called`: a model -> its name."""
         state = self._state
         assert state is not None, "nothing has arrived yet"
         stats = self._sessions.get(session) if session is not None else None
@@ -240,7 +240,7 @@ class LiveStats:
         }
 
     def _rate(self) -> float:
-        """Return tokens a second of the last whole seconds."""
+        """Return the tokens per second over the last whole seconds."""
         last = self._now_ns // 10**9
         tokens = sum(
             done.tokens for second, done in self._seconds.items() if last - RATE_S <= second < last

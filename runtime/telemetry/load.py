@@ -1,16 +1,16 @@
-"""The load of a coordinator for a router: sessions, and their speed by number."""
+"""The load of a coordinator for a router: the sessions, and their speed by number."""
 
 from statistics import fmean
 from typing import Any
 
 from dovetail.protocol.messages import Reported, WorkerState
 
-MANY = 8  # the sessions of the pass at which the cost of a further one is taken
+MANY = 8  # number of sessions in a pass at which the cost of a further one is computed
 
 
 def load_of(state: Reported) -> dict[str, Any]:
-    """Return `load` of /readyz: sessions, targets and predictions, None until a round:
-    `seconds_per_token` alone, `further_seconds_per_token` for each further session, and
+    """Return `load` of /readyz: sessions, targets and predictions (None before the first round):
+    `seconds_per_token` of a single session, `further_seconds_per_token` for each further one, and
     `reading_seconds_per_token` of a prompt."""
     targets = [
         worker

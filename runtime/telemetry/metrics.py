@@ -17,7 +17,7 @@ Account = Literal["prefill", "draft_exposed", "verify", "transport", "queue", "c
 
 
 def extent_ns(spans: Sequence[Span]) -> int:
-    """Return the time from the first start to the last end: how long the worker had the command."""
+    """Return the time from the first start to the last end: how long the command took."""
     if len(spans) == 1:
         return spans[0][2]
     if not spans:
@@ -29,9 +29,9 @@ def extent_ns(spans: Sequence[Span]) -> int:
 
 @dataclass
 class RoundTimes:
-    """Nanoseconds of a round, from verdict to verdict, and what its pass went through."""
+    """Nanoseconds of a round, from verdict to verdict, and the experts of its pass."""
 
-    draft_ns: int = 0  # drafting that was waited for
+    draft_ns: int = 0  # drafting for which the round waited
     draft_hop_ns: int = 0  # from command to proposal, without drafting; `target_hop_ns` likewise
     draft_queue_ns: int = 0  # until the draft worker was free, or had prefilled the prompt
     verify_ns: int = 0
@@ -54,8 +54,8 @@ class RoundTimes:
 
     @property
     def missed_ns(self) -> int:
-        """Return the part of a wait due to drafting: without it a session joins the next pass. A
-        wait longer than a pass is for a prompt."""
+        """Return the part of a wait due to drafting: without a draft, a session joins the next
+        pass. A wait longer than a pass is for a prompt."""
         return min(self.target_queue_ns, self.verify_ns)
 
     @property
@@ -126,7 +126,7 @@ class Tally:
     accepted_at_depth: list[int] = field(default_factory=list)
     ended: Counter[FinishReason] = field(default_factory=Counter)
     rounds: int = 0
-    """Rounds of requests that have ended with their reply; `round_tokens`: committed in them."""
+    """Rounds of requests that have ended with a reply; `round_tokens`: tokens committed in them."""
     round_tokens: int = 0
     refused: int = 0  # requests refused before anything was decoded
     moves: int = 0
@@ -183,12 +183,12 @@ class Tally:
 class Dropped:
     """Messages that had no effect."""
 
-    stale: int = 0  # late messages that were no longer awaited
+    stale: int = 0  # late messages
     refused: int = 0  # messages that broke the protocol, or came from an unregistered peer
 
 
 def count_depths(accepted: int, *counts: list[int]) -> None:
-    """Count a round that accepted nodes down to this depth, in all of these counts by depth."""
+    """Count a round that accepted nodes down to this depth, in each of these lists of counts."""
     for at_depth in counts:
         at_depth.extend([0] * (accepted - len(at_depth)))
         for depth in range(accepted):
@@ -223,7 +223,7 @@ class Accounts:
         self.ns[account] += duration_ns
 
     def reply(self, account: Account, waited_ns: int, spans: Sequence[Span], size: int) -> int:
-        """Split a wait for an answer of `size` bytes into work, returned, and transport."""
+        """Split a wait for an answer of `size` bytes into work and transport; return the work."""
         worked = min(extent_ns(spans), waited_ns)
         self.ns[account] += worked
         self.ns["transport"] += waited_ns - worked
@@ -238,7 +238,7 @@ class Accounts:
         self.drafted_rounds += 1
 
     def read(self, prompt_tokens: int, reused_tokens: int) -> None:
-        """Note that the target has prefilled the prompt, reusing some of it from an earlier
+        """Note that the target has prefilled the prompt, some of it reused from an earlier
         session."""
         self.tally.prompt_tokens += prompt_tokens
         self.tally.reused_tokens += reused_tokens

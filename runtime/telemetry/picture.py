@@ -1,4 +1,4 @@
-"""What the dashboard and `dovetail top` show, as plain values. Pure."""
+"""The values that the dashboard and `dovetail top` show. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import exp
@@ -24,7 +24,7 @@ def label(content: bytes) -> str:
 
 
 def folder_name(model: str) -> str:
-    """Return the last part of a model's path: the view does not reveal where models are."""
+    """Return the last part of a model's path: the view does not reveal the folders of models."""
     return model.rstrip("/").rpartition("/")[2]
 
 
@@ -77,11 +77,11 @@ SPECULATION = {
     "none": "not possible",
     "idle": "waiting for a request",
 }
-"""How each state completes "Speculation is"."""
+"""The words after "Speculation is", by state."""
 
 
 def speculation(state: Reported) -> dict[str, Any]:
-    """Return the state of speculation, its reason and description, and whether it is a fault."""
+    """Return the state of speculation, its reason and description, and whether that is a fault."""
     word, why = _speculation(state)
     there = any("target" in worker.roles for worker in state.workers)
     fault = bool(state.faults or state.totals.waiting or (state.degraded and there))
@@ -113,7 +113,7 @@ def pair_figures(pair: PairState) -> dict[str, Any]:
 
 
 def process_figures(state: Reported, before: Reported | None) -> list[dict[str, Any]]:
-    """Return the processes of a state with their CPU load in cores since the previous state."""
+    """Return the processes of a report with their CPU load in cores since the previous report."""
     used = {(one.host, one.pid): one.cpu_s for one in before.processes} if before else {}
     since_s = state.uptime_s - before.uptime_s if before else 0.0
 

@@ -1,10 +1,10 @@
 """The spans of all processes as one trace that Perfetto and chrome://tracing load.
 
-A process is a row, labelled with the accuracy of its clock; the coordinator's has a track for each
-session. On a track slices follow or contain each other; one that partly overlaps another, such as a
-message under way, is on a further track. Arrows follow a tree: from the draft to the target, and
-from the verdict to the draft's next order. Knows only names and intervals on one clock
-(`event_log.py` aligns the clocks)."""
+A process is a row, labelled with the accuracy of its clock; the coordinator's row has a track for
+each session. Slices on a track follow or contain each other; one that partly overlaps another, such
+as a message in transit, is on a further track. Arrows follow a tree from the draft to the target,
+and from the verdict to the draft's next order. All intervals are on one clock (`event_log.py`
+aligns the clocks)."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from dovetail.protocol.messages import SeenSpan
 from dovetail.runtime.telemetry.event_log import OURS
 
 TRIP = ("draft", "handle", "verify", "commit")
-"""Spans of a tree in a round, in order, before the next coordinator's and draft's."""
+"""Spans of a tree in a round, in order, up to the coordinator's and the draft's next ones."""
 
 
 Place = tuple[int, int]  # (row, track) numbers
@@ -57,7 +57,7 @@ def trace_events(
 
 
 def _lanes(spans: Sequence[SeenSpan]) -> Iterator[tuple[SeenSpan, int, int]]:
-    """Yield spans by begin with their sessions (0: none) and first free lanes."""
+    """Yield spans by start time, each with its session (0: none) and its first free lane."""
     open_ends: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
     for seen in spans:
         session = seen.session or 0 if seen.process == OURS else 0
@@ -162,7 +162,7 @@ def _arrows(spans: Sequence[SeenSpan], where: Mapping[int, Place]) -> Iterator[d
 
 
 def _at(seen: SeenSpan, where: Mapping[int, Place], before_ns: int | None = None) -> dict[str, Any]:
-    """Return a place within a slice: its beginning, or before its end and `before_ns`."""
+    """Return a time within a slice: its beginning, or just before its end and `before_ns`."""
     _, start_ns, duration_ns = seen.span
     at_ns = start_ns if before_ns is None else min(start_ns + max(0, duration_ns - 1), before_ns)
     row, track = where[id(seen)]

@@ -1,13 +1,11 @@
-"""Decoders of a tokenizer.json, one token at a time: the concatenated pieces are what the library's
-decoder makes of all tokens at once.
+"""Decoders of a tokenizer.json, one token at a time: the concatenated pieces equal the library's
+text of all tokens at once. A decoder is a chain of stages. Each takes pieces of tokens and passes
+pieces on as soon as no later token can change them; the rest is passed on after the last token. A
+piece is a text and whether its token ends with it: after a `Fuse` there is one token, which grows
+until the end. A stage holds back only what is uncertain: an incomplete character, or a possible
+beginning of a pattern. If the library fails on a token, its spelling is kept: no stage raises.
 
-A decoder is a chain of stages. Each takes pieces of tokens and passes pieces on, as soon as nothing
-that may follow can change them; the rest follows once no token will come. A piece is a text and
-whether its token ends with it: after a `Fuse` there is one token, which grows until the end. A
-stage holds back only what is uncertain: an incomplete character, or a possible beginning of a
-pattern. If the library fails on a token, its spelling is kept: no stage raises.
-
-Unlike the library, which replaces all bytes of a run of byte tokens if any is invalid UTF-8,
+Unlike in the library, which replaces all bytes of a run of byte tokens if any is invalid UTF-8,
 complete characters of such a run are kept (see `ByteFallback`)."""
 
 import codecs
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Piece = tuple[str, bool]
-Rewrite = Callable[[str], str]  # returns what a decoder makes of the text of one token
+Rewrite = Callable[[str], str]  # decodes the text of one token
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 EACH_BYTE = "dovetail.each_byte"  # name of the codec error handler that replaces each byte
 
@@ -30,14 +28,14 @@ codecs.register_error(EACH_BYTE, _each_byte)
 
 
 class Stage:
-    """Passes pieces on as they are."""
+    """Passes pieces on unchanged."""
 
     def push(self, text: str, end: bool) -> Iterable[Piece]:
-        """Return the pieces that one more piece gives."""
+        """Return the pieces that become available with one more piece."""
         return ((text, end),)
 
     def flush(self) -> Iterable[Piece]:
-        """Return the remaining pieces when no token will follow."""
+        """Return the remaining pieces after the last token."""
         return ()
 
 
@@ -133,7 +131,7 @@ class Rewritten(WholeTokens):
 
 
 class Deduplicated(WholeTokens):
-    """CTC: equal tokens in a row become one, rewritten; empty ones are dropped."""
+    """CTC: equal consecutive tokens become one, which is rewritten; empty ones are dropped."""
 
     def __init__(self, rewrite: Rewrite) -> None:
         super().__init__()
@@ -147,7 +145,7 @@ class Deduplicated(WholeTokens):
 
 
 class Suffixed(WholeTokens):
-    """BPE: a suffix ends a word; it becomes a space, in the last token nothing."""
+    """BPE: a suffix ends a word; it becomes a space, or nothing in the last token."""
 
     def __init__(self, suffix: str) -> None:
         super().__init__()
@@ -222,7 +220,7 @@ class Spaced(WholeTokens):
 
 
 class Collected(WholeTokens):
-    """An unknown decoder, which gets all tokens at the end."""
+    """A decoder of another type, which gets all tokens at the end."""
 
     def __init__(self, decode: Callable[[list[str]], str]) -> None:
         super().__init__()
@@ -239,14 +237,14 @@ class Collected(WholeTokens):
 
 
 def through(stages: Sequence[Stage], pieces: Iterable[Piece]) -> str:
-    """Return the text that a chain makes of these pieces."""
+    """Return a chain's text for these pieces."""
     for stage in stages:
         pieces = [out for text, end in pieces for out in stage.push(text, end)]
     return "".join([text for text, _ in pieces])
 
 
 def flushed(stages: Sequence[Stage]) -> str:
-    """Return the remaining text of a chain when no token will follow."""
+    """Return the remaining text of a chain after the last token."""
     return "".join(
         through(stages[place + 1 :], stage.flush()) for place, stage in enumerate(stages)
     )
@@ -309,7 +307,7 @@ def overlap(text: str, pattern: str) -> int:
 
 
 def _byte(token: str) -> int | None:
-    """Return the byte of a token such as <0xE4>, parsed as in the library, also with a plus
+    """Return the byte of a token such as <0xE4>, parsed as in the library, which allows a plus
     sign."""
     digits = token[3:-1]
     if (
@@ -328,7 +326,7 @@ def _byte(token: str) -> int | None:
 
 
 def _or_as_it_is(rewrite: Rewrite, token: str) -> str:
-    """Rewrite a token; if the library fails or panics, it stays as it is."""
+    """Rewrite a token; if the library fails or panics, the token is unchanged."""
     try:
         return rewrite(token)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -1,7 +1,7 @@
 """The process that renders chat templates, as transformers does but with limits; `templates.py`
 runs it as a script.
 
-Templates are Jinja programs of a checkpoint and can harm only this process: the kernel limits its
+Templates are Jinja programs from a checkpoint and can harm only this process: the kernel limits its
 CPU time and memory, and kills it with its parent. The only door to `jinja2`.
 """
 
@@ -124,7 +124,7 @@ def _rendered(template: Template, most: int, values: Mapping[str, Any]) -> str:
 
 
 def _in_form(form: int, content: Content) -> Content:
-    """Return the content of a message as given (0), as one string (1) or as one part (2)."""
+    """Return a message's content unchanged (0), as one string (1) or as one part (2)."""
     if form == 0:
         return content
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -132,7 +132,7 @@ def _in_form(form: int, content: Content) -> Content:
 
 
 def _marked(content: Content, first: int) -> tuple[Content, list[str]]:
-    """Return a content with marks in place of texts that are not blank, and the marks."""
+    """Return a content with marks in place of non-blank texts, and the marks."""
     marks: list[str] = []
 
     def mark(text: str) -> str:
@@ -157,7 +157,7 @@ def _tried(render: Callable[[list[Message]], str], messages: list[Message]) -> s
 
 
 def _shown(render: Callable[[list[Message]], str], messages: Sequence[Message]) -> list[bool]:
-    """Return for each message whether the template renders its text, not a list's repr."""
+    """Return for each message whether the template renders its text, and not a list's repr."""
     marked, every, count = [], [], 0
     for message in messages:
         content, marks = _marked(message["content"], count)
@@ -171,11 +171,10 @@ def _shown(render: Callable[[list[Message]], str], messages: Sequence[Message]) 
 
 
 def _formed(render: Callable[[list[Message]], str], messages: list[Message]) -> list[Message]:
-    """Return the messages with contents as the template expects them: as given if it renders all of
-    them, else as strings or parts, which is found by rendering marks in place of texts.
-
-    Raises `_Limit` for a message whose text changes nothing in any form; a turn that is not after
-    the last reply may be dropped.
+    """Return the messages with contents in the form that the template expects: unchanged if it
+    renders all of them, else as strings or parts, which is found by rendering marks in place of
+    texts. Raises `_Limit` for a message whose text has no effect in any form; turns before the last
+    reply may be dropped.
     """
     best, found = [False] * len(messages), messages
     for start in range(3):
@@ -225,7 +224,8 @@ def render(template: str, most: int, values: Mapping[str, Any]) -> str:
 
 
 def _answer(job: bytes) -> bytes:
-    """Return t and the text, or c, f or l: not compiled, failed, or beyond a limit."""
+    """Return t and the text, or c, f or l and the reason: not compiled, failed, or beyond a
+    limit."""
     kind = b"c"
     try:
         template, most, values = json.loads(job)

@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes in pieces: Knuth, Morris and Pratt. Pure."""
+"""Stop strings in a text that arrives in pieces (Knuth, Morris and Pratt). Pure."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,8 +17,9 @@ def borders(pattern: str) -> tuple[int, ...]:
 
 
 def advance(pattern: str, matched: int, text: str, *, early: bool = False) -> tuple[int, int]:
-    """Return how much of the pattern the text ends with (`matched`: before `text`), and where its
-    first complete match ends in the text, 0: nowhere. `early`: ignore complete matches."""
+    """Return how much of the pattern is at the end of the text (`matched`: before `text`), and
+    where the first complete match ends in the text, 0: nowhere. `early`: ignore complete
+    matches."""
     shorter, place, whole = borders(pattern), 0, len(pattern)
     while place < len(text):
         if not matched:
@@ -38,7 +39,7 @@ def advance(pattern: str, matched: int, text: str, *, early: bool = False) -> tu
 
 
 class StopStrings:
-    """Cuts a text before the first stop string, holding back beginnings, in linear time."""
+    """Cuts a text before the first stop string, in linear time; holds back possible beginnings."""
 
     def __init__(self, stops: Sequence[str], marks: str = "") -> None:
         """`marks`: characters for hidden tokens; stop strings without marks ignore them."""
@@ -46,7 +47,7 @@ class StopStrings:
         self._unmarked = dict.fromkeys(map(ord, marks)) if marks else None
         self._held = ""
         self._matched = [0] * len(self._stops)
-        """Characters of each stop string that the text ends with."""
+        """Characters of each stop string that are at the end of the text."""
 
     def push(self, text: str, *, early: bool = False) -> tuple[str, bool]:
         """Return the text to show, and whether a stop string is complete. `early`: ignore it."""
@@ -78,6 +79,6 @@ class StopStrings:
         return place - letters
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the text held back."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""Renders chat templates in processes of their own (`rendering.py`): they are programs."""
+"""Renders chat templates, which are programs, in separate processes (`rendering.py`)."""
 
 import atexit
 import json
@@ -23,7 +23,7 @@ CPU_S = 1.0  # CPU seconds of a rendering; templates of current models take abou
 WALL_S = 30.0  # seconds of a rendering on a busy machine
 LOOK_S = 1.0  # seconds between checks of a process that has not answered
 MEMORY = 256 << 20  # bytes of memory of a rendering
-RENDERERS = 4  # most processes; one is started when the others are busy
+RENDERERS = 4  # most processes; another is started only when all are busy
 LARGEST = 96 << 20
 """Resident bytes beyond which a process is replaced after a rendering; it starts with 20 MB."""
 OUT_OF_MEMORY = 3
@@ -101,7 +101,7 @@ class Renderer:
 
 
 class _Process:
-    """A rendering process, which ends with the thread that started it."""
+    """A rendering process; it ends with the thread that started it."""
 
     def __init__(self, cpu_s: float) -> None:
         self._limits = {

@@ -1,9 +1,7 @@
 """Text to token ids and back: the target's tokenizer, its chat template, and a detokenizer that
-never shows half a character and never raises.
-
-The only door to the `tokenizers` library. Everything comes from the bytes that the target sent with
-its Hello: the coordinator's machine needs no model files. Knows nothing of sessions. Special tokens
-written out in a prompt are read as special tokens, as transformers does.
+never shows half a character and never raises. The only door to the `tokenizers` library. Everything
+comes from the bytes that the target sent with its Hello: the coordinator's machine needs no model
+files. Special tokens spelled out in a prompt are read as special tokens, as in transformers.
 """
 
 import copy
@@ -27,14 +25,15 @@ from dovetail.runtime.text.stops import StopStrings
 from dovetail.runtime.text.templates import INSTEAD, RENDERER
 
 MAX_GROWTH = 64
-"""The most letters that tokenizing and its inverse make of one; current models make one or two."""
+"""The most characters into which tokenizing or detokenizing may turn one; current models: one or
+two."""
 OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
 """Names of the values that every chat template gets."""
-LARGE = 1 << 20  # bytes of a tokenizer.json whose parsing leaves much memory behind
+LARGE = 1 << 20  # size in bytes of a tokenizer.json from which on parsing leaves much freed memory
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 PROMPT_TAIL = 32
-"""Last tokens of a prompt that are detokenized with a reply: they decide whether its first token
-begins the text, completes a character of up to four tokens, or continues a pattern."""
+"""Number of last prompt tokens that are detokenized with a reply: they decide whether its first
+token begins the text, completes a character of up to four tokens, or continues a pattern."""
 MARKS = "".join(map(chr, range(0xD800, 0xE000)))
 """Lone surrogates, which represent special tokens in the search for stop strings."""
 _STOP: FinishReason = "stop"
@@ -49,12 +48,13 @@ def against_values(values: Mapping[str, Any], template: str) -> str:
     if values and not template:
         return "they are for a chat template, but the target has none: leave them out"
     if ours := sorted(OWN_VALUES.intersection(values)):
-        return f"{', '.join(ours)} may not be among them: these follow from the request"
+        return f"{', '.join(ours)} may not be among them: these are derived from the request"
     return ""
 
 
 def why_no_chats(template: str) -> str:
-    """Return why a model does not support chats, or an empty string; its template is tried out."""
+    """Return why a model does not support chats, by a trial of its template; else an empty
+    string."""
     try:
         if template:
             RENDERER.render(template, _given([{"role": "user", "content": "hello"}]))
@@ -68,13 +68,13 @@ def why_no_chats(template: str) -> str:
 def _given(
     messages: Sequence[Mapping[str, Any]], *, reply: bool = True, begin: str = "", end: str = ""
 ) -> dict[str, Any]:
-    """Return the values that every chat template gets, as from transformers."""
+    """Return the values that every chat template gets, as in transformers."""
     own = {"messages": messages, "add_generation_prompt": reply, "tools": None, "documents": None}
     return {**own, "bos_token": begin, "eos_token": end}
 
 
 class Spelling:
-    """Detokenizes without a tokenizer. No method raises, whatever the ids are."""
+    """Detokenizes without a tokenizer. No method raises, for any ids."""
 
     def __init__(self, table: TokenTable) -> None:
         """Raises `RequestError` for a decoder that is unreadable or expands text too much."""
@@ -83,7 +83,7 @@ class Spelling:
             if _growth(table.decoder) > MAX_GROWTH:
                 raise ValueError(f"its decoder may turn one character into more than {MAX_GROWTH}")
             self.decoder = None if table.decoder is None else json.loads(_read(table.decoder))
-        except Exception as error:  # the library raises bare Exception for what it cannot read
+        except Exception as error:  # the library raises bare Exception for unreadable input
             raise _unreadable(error) from None
 
     def token(self, index: int) -> str:
@@ -91,8 +91,8 @@ class Spelling:
         return self.table.spelling(index) or ""
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound on the tokens of a text: half of its length by the longest token,
-        since a normalizer may drop characters."""
+        """Return a lower bound on the tokens of a text: half of its length divided by that of the
+        longest token, since a normalizer may drop characters."""
         return len(text) // (2 * self.table.longest)
 
     def detokenizer(self, prompt: Sequence[int] = (), *, special: bool = False) -> "Detokenizer":
@@ -100,7 +100,7 @@ class Spelling:
         return Detokenizer(self, {} if special else self.table.special, prompt)
 
     def prompt_text(self, prompt: Sequence[int]) -> str:
-        """Return a prompt's text, without a character that it leaves incomplete."""
+        """Return a prompt's text, without an incomplete last character."""
         return self.detokenizer().read_prompt(prompt)
 
 
@@ -110,7 +110,7 @@ class TextCodec(Spelling):
     def __init__(
         self, tokenizer: bytes, facts: VocabularyFacts, table: TokenTable | None = None
     ) -> None:
-        """`table`: the tokenizer's, if already read."""
+        """`table`: the tokenizer's table, if already read."""
         try:
             super().__init__(TokenTable.read(tokenizer) if table is None else table)
         except CheckpointError as error:
@@ -121,7 +121,7 @@ class TextCodec(Spelling):
         self._pieces: dict[int, bytes] = {}
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Return the token ids of text; `special`: with the tokenizer's own special tokens around
+        """Return the token ids of text; `special`: with the tokenizer's special tokens around
         it."""
         return self._ids(_valid(text), special=special)
 
@@ -140,7 +140,7 @@ class TextCodec(Spelling):
         reply: bool = True,
         values: Mapping[str, Any] = NO_VALUES,
     ) -> tuple[int, ...]:
-        """Return the token ids of what `render_messages` returns."""
+        """Return the token ids of a text from `render_messages`."""
         text = self.render_messages(messages, reply=reply, values=values)
         return self.encode(text, special=False)
 
@@ -198,7 +198,7 @@ class TextCodec(Spelling):
 
     @cached_property
     def _anchor(self) -> tuple[int, ...]:
-        """A token to put before another: decoders treat the first token of a text differently."""
+        """A token to put before others: decoders treat the first token of a text differently."""
         return self.encode("a", special=False)[-1:]
 
     def _ids(self, text: str, *, special: bool) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ class TextCodec(Spelling):
 
 
 def codec_of(described: Described, earlier: TextCodec | None = None) -> TextCodec:
-    """Return a target's codec; `earlier`: one whose equal tokenizer is reused."""
+    """Return a target's codec; `earlier`: a codec to reuse if its tokenizer is equal."""
     if earlier is not None and earlier.content == described.tokenizer.data:
         codec = copy.copy(earlier)
         codec.facts, codec.content = described.vocabulary, described.tokenizer.data  # held once
@@ -216,20 +216,20 @@ def codec_of(described: Described, earlier: TextCodec | None = None) -> TextCode
 
 
 class Stopwatch(Protocol):
-    """Records the times of the coordinator's parts while they are observed."""
+    """Records the times of the coordinator's parts while observed."""
 
     fine: bool  # False while nothing observes them
 
     def now_ns(self) -> int: ...
 
     def finely(self, name: str, start_ns: int, about: object) -> int:
-        """Note a part of the session `about` that ends now; return the time."""
+        """Record a part, of the session `about`, that ends now; return the time."""
 
 
 class Detokenizer:
-    """Turns a growing list of token ids into text, as soon as it is certain: the pieces together
-    are what the tokenizer makes of prompt and reply at once, without the prompt's text. Unknown ids
-    and special tokens are left out, as by the tokenizer. Nothing raises, whatever the ids are."""
+    """Turns a growing list of token ids into text as soon as it is certain: the joined pieces equal
+    the tokenizer's text of prompt and reply, without the prompt's. Unknown ids and special tokens
+    are left out, as by the tokenizer. Nothing raises, for any ids."""
 
     def __init__(
         self, spelling: Spelling, special: Mapping[str, int], prompt: Sequence[int] = ()
@@ -238,13 +238,13 @@ class Detokenizer:
         reply; the last `PROMPT_TAIL` with a text are used."""
         self._spelling, self._special = spelling.table.spelling, special
         self._stages = open_stages(spelling.decoder, _library, BYTE_OF_LETTER)
-        self._had = ""  # held text of the prompt, which is not part of the reply
+        self._had = ""  # held-back text of the prompt, which is not part of the reply
         if prompt:
             shown = (token for token in reversed(prompt) if self._spelt(token) is not None)
             self.read_prompt([*islice(shown, PROMPT_TAIL)][::-1])
 
     def read_prompt(self, prompt: Sequence[int]) -> str:
-        """Read the tokens of the prompt, and return the text that the reply cannot change."""
+        """Read the tokens of the prompt, and return the text that no reply can change."""
         text = self.push(*prompt)
         self._had = flushed(copy.deepcopy(self._stages)).rstrip(REPLACEMENT)
         return text + self._had
@@ -259,7 +259,7 @@ class Detokenizer:
         )
 
     def flush(self) -> str:
-        """Return the rest when no token will follow; an incomplete character becomes U+FFFD."""
+        """Return the rest after the last token; an incomplete character becomes U+FFFD."""
         return self._new(flushed(self._stages))
 
     def marks(self, texts: Iterable[str]) -> Mapping[int, str]:
@@ -291,7 +291,7 @@ def _library(spec: Any) -> Callable[[list[str]], str]:
 
 
 def _read(spec: Any) -> bytes:
-    """Return a decoder's description as the library writes it, with defaults filled in."""
+    """Return a decoder's description as written by the library, with defaults filled in."""
     decoder = decoders.Fuse()
     decoder.__setstate__(json.dumps(spec).encode())
     return bytes(decoder.__getstate__())
@@ -323,7 +323,7 @@ class ReplyText:
         self, detokenizer: Detokenizer, end: Sequence[int], stop: Sequence[str], min_tokens: int = 0
     ) -> None:
         """`end`: tokens that end the reply. `stop`: strings that end it, unless completed within
-        the first `min_tokens` tokens; special tokens in them match those of the reply."""
+        the first `min_tokens` tokens; special tokens in them match those in the reply."""
         self.detokenizer = detokenizer
         self._end, self._stopping, self._least = end, bool(stop), min_tokens
         hidden = detokenizer.marks(stop) if stop else {}
@@ -350,8 +350,8 @@ class ReplyText:
         return "".join(self._shown)
 
     def read(self, tokens: Sequence[int], room: int) -> tuple[int, Piece, FinishReason | None]:
-        """Return how many tokens belong to the reply, their text, and why it ends, if it does.
-        `room`: tokens that it may still have."""
+        """Return how many tokens belong to the reply, their text, and the finish reason, if any.
+        `room`: the most further tokens."""
         kept, reason = tokens[:room], _LENGTH if len(tokens) >= room else None
         count = len(kept)
         for place, token in enumerate(kept):
@@ -391,7 +391,7 @@ class ReplyText:
         return self._unmarked(shown), 0
 
     def left(self) -> str:
-        """Return what was held back, which counts as shown, when no token will follow."""
+        """Return the text held back, which then counts as shown, after the last token."""
         self.catch_up()
         early = self._count <= self._least
         last, _ = self._stops.push(self.detokenizer.flush(), early=early)
@@ -453,5 +453,5 @@ def _growth(part: Any) -> float:
         return 1.0
     replaced = len(
         str(part["pattern"].get("String", ""))
-    )  # an expression may fit between any two letters
+    )  # an expression may match between any two letters
     return max(1.0, len(part["content"]) / replaced if replaced else 1 + len(part["content"]))

@@ -322,7 +322,7 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
 
 def test_a_port_of_the_administrators_is_refused_with_those_that_are_free() -> None:
     words = refusal("127.0.0.1", 80, PermissionError(errno.EACCES, "Permission denied"))
-    assert words.startswith("http.port = 80 is below 1024, which this user may not listen at: ")
+    assert words.startswith("http.port = 80 is below 1024, where this user may not listen: ")
     assert words.endswith("choose a port from 1024 on with --http.port")
 
 

@@ -256,7 +256,7 @@ def test_a_folder_with_other_files_keeps_its_rights_and_takes_no_journal(tmp_pat
     home.mkdir()
     home.chmod(0o755)
     (home / "notes").write_text("")
-    with pytest.raises(UserError, match=r"other files, such as notes: name a folder for it alone"):
+    with pytest.raises(UserError, match=r"other files, such as notes: name a folder of its own"):
         Database(home)
     assert home.stat().st_mode & 0o777 == 0o755
     assert [path.name for path in home.iterdir()] == ["notes"]
@@ -357,7 +357,7 @@ def test_damage_costs_the_replies_that_it_hit_and_is_logged(
             "create trigger slow after insert on records begin select 1; end",
             "it has the trigger 'slow', ",
         ),
-        *((place, "it is of a newer format of SQLite") for place in (18, 19, 46)),
+        *((place, "its SQLite format is newer") for place in (18, 19, 46)),
     ],
 )
 def test_a_file_of_another_release_is_refused_by_name_and_stays(

@@ -192,7 +192,7 @@ def test_a_draft_that_is_not_available_any_more_is_left_for_one_that_is() -> Non
     forgotten, (decided, words) = acts
     assert forgotten == ("forget_on", left, live)
     assert decided == "decide"
-    assert f"gets drafts from {other.name}" in words
+    assert f"uses the draft {other.name}" in words
     assert live.draft is other
 
 

@@ -298,7 +298,10 @@ def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited
     house.coordinator.tick()
     (failed_reply,) = (reply for reply in house.replies() if isinstance(reply, Failed))
     assert (failed_reply.session, failed_reply.code) == (request, "worker_lost")
-    assert "within 20 s no other was free: start another and ask again" in failed_reply.text
+    assert (
+        "within 20 s no other was free: start another and send the request again"
+        in failed_reply.text
+    )
     report = house.report()
     assert (report.sessions, report.failed, report.totals.refused_requests) == (0, 1, 1)
     assert not any("waits" in reason for reason in report.reasons)
@@ -669,7 +672,7 @@ def test_a_session_that_began_without_a_draft_takes_the_first_that_comes() -> No
     assert {result.token_ids for result in results.values()} == {tuple(continuation(ENDLESS, LONG))}
     assert results[request].accepted_tokens > 100
     assert results[alone].drafted_tokens == 0
-    assert house.report().decisions[-1].startswith("session 1 gets drafts from draft-1 from token ")
+    assert house.report().decisions[-1].startswith("session 1 uses the draft draft-1 from token ")
 
 
 def test_features_are_computed_anew_from_the_log_for_a_draft_that_reads_them() -> None:

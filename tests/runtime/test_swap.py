@@ -377,7 +377,7 @@ def test_the_only_target_leaves_where_that_is_said_and_ends_what_it_has() -> Non
     scene.begin()
     with pytest.raises(
         RequestError,
-        match=r"target is the only target: put another in its place with `dovetail swap`, or "
+        match=r"target is the only target: replace it with `dovetail swap`, or "
         r".* with --last",
     ):
         scene.end(scene.admin.dismiss(old.epoch))
@@ -516,8 +516,8 @@ BAD = [
     (Fickle, "with a draft it chooses different tokens than without, from token "),
     (Broken, "it broke the protocol"),
     (Unable, "its trial failed: out of memory"),
-    (Babbling, "it offered nothing that its target could read"),
-    (Helpless, "it offered nothing that its target could read"),
+    (Babbling, "it offered nothing that its target could verify"),
+    (Helpless, "it offered nothing that its target could verify"),
 ]
 
 
@@ -595,7 +595,7 @@ def test_a_newcomer_that_dies_at_any_moment_costs_no_request(role: str, every: i
         scene.check_replies()
     whys = [
         f"{role}-2 {what}: it disconnected; {role} stays"
-        for what in ("was not put in place", "was in place and was removed again")
+        for what in ("was not put in place", "was in place but was removed again")
     ]
     assert seen == {*whys, "in place"}
 
@@ -626,7 +626,7 @@ def test_a_newcomer_that_fails_once_it_is_in_place_is_taken_back_and_costs_no_re
     scene.begin()
     with pytest.raises(
         RequestError,
-        match=rf"{role}-2 was in place and was removed again: it failed in session \d+: no room; "
+        match=rf"{role}-2 was in place but was removed again: it failed in session \d+: no room; "
         rf"{role} stays",
     ):
         scene.end(scene.swap(newcomer, old))
@@ -669,7 +669,7 @@ def test_a_target_that_is_taken_back_ends_what_only_it_can_end() -> None:
     scene.requests[scene.house.submit(PROMPTS[3], max_tokens=LONG)] = PROMPTS[3]
     with pytest.raises(
         RequestError,
-        match=r"target-2 was in place and was removed again: it failed in session \d+: no room; "
+        match=r"target-2 was in place but was removed again: it failed in session \d+: no room; "
         r"target stays",
     ):
         scene.end(request)
@@ -770,7 +770,7 @@ def test_what_cannot_be_changed_is_said() -> None:
         scene.end(scene.admin.dismiss(4711))
     with pytest.raises(
         RequestError,
-        match="target is not a draft worker: name one that draft-2 can take the place of",
+        match="target is not a draft worker: name one that draft-2 can replace",
     ):
         scene.end(scene.swap(draft, old))
     first = scene.swap(newcomer, old)

@@ -212,9 +212,7 @@ def test_a_stream_that_is_cut_says_by_whose_loss_and_has_told_its_seed(path: str
                 first.setdefault(chunk["choices"][0]["index"], chunk)
             house.die()
             *_, last = said
-        assert last["error"]["message"].startswith(
-            "the coordinator was lost while this request ran"
-        )
+        assert last["error"]["message"].startswith("the coordinator was lost during this request")
         assert first[0]["metrics"]["seed"] == first[1]["metrics"]["seed"] >= 0
 
 
