@@ -70,8 +70,8 @@ def no_event(text: str) -> ApiError:
     """Return the error for an invalid Last-Event-ID, or one of another response."""
     return ApiError(
         400,
-        f"Last-Event-ID {text[:80]!r} is not the id of an event of this response: send it as it "
-        "came",
+        f"Last-Event-ID {text[:80]!r} is not the id of an event of this response: send the id "
+        "unchanged",
         code="invalid_event_id",
     )
 

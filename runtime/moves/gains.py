@@ -34,8 +34,7 @@ class TargetLoad:
     seats: Sequence[Seat] = ()
 
     def left_s(self, more: float = 0.0, sessions: int = 0) -> float:
-        """Return the remaining seconds of all sessions if this many join and `more` rounds
-        leave."""
+        """Return the remaining seconds of all sessions if this many join with `more` rounds."""
         count = len(self.seats) + sessions
         if not count:
             return 0.0

@@ -140,9 +140,9 @@ class Rebalancing:
         self._tally.rebalanced += 1
         self._acts.decide(
             f"session {running.session.number} moves from {under.old.name} to {under.new.name}: "
-            f"{gain.new_rate:.3g} tokens/s are predicted there, {gain.rate:.3g} here, and "
-            f"all sessions of both together save {gain.saved_s:.3g} s for {gain.cost_s:.3g} s of "
-            "reading its log"
+            f"{gain.new_rate:.3g} tokens/s are predicted there, {gain.rate:.3g} here; "
+            f"all sessions of both targets save {gain.saved_s:.3g} s for {gain.cost_s:.3g} s of "
+            "prefill"
         )
         self._moving.move(running, under.new)
 

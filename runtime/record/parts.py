@@ -1,5 +1,4 @@
-"""Parts of messages: a session's share of a pass, and checks that a command is the requested
-one."""
+"""Parts of messages: a session's share of a pass, and the comparison of commands."""
 
 from collections.abc import Sequence
 

@@ -118,8 +118,7 @@ class Replica:
 
     @property
     def queued(self) -> int:
-        """The number of requests waiting there, plus, if any were waiting, all since its last
-        report."""
+        """The number of waiting requests there; if any waited, including all sent since."""
         return self.load.queued and self.load.queued + max(0, self.in_flight - self.load.in_flight)
 
     def reads_on_s(self, now_s: float) -> float:
@@ -170,8 +169,8 @@ def wanted(body: Any, key: bytes) -> Wanted:
 
 
 def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replica | None:
-    """Choose the replica predicted to finish first, and count the request there; None if there is
-    none."""
+    """Choose the replica predicted to finish first, and count the request there; None: no
+    replica."""
     there = [replica for replica in replicas if replica.ready and not replica.draining]
     if not there:
         return None
@@ -214,8 +213,7 @@ def _predicted(replica: Replica, request: Wanted, now_s: float) -> Predicted:
 
 
 def agree_on_rates(replicas: Sequence[Replica], now_s: float = 0.0) -> None:
-    """Set rates: the mean of similar replicas; the mean of all for those without a recent
-    report."""
+    """Set rates: the mean of similar replicas, that of all for those without recent reports."""
     told = sorted(
         (
             (rate, one)

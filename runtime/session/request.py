@@ -128,8 +128,7 @@ def too_long(count: str, context: int) -> RequestError:
 
 
 def begun(prompt: tuple[int, ...], begin: int | None) -> tuple[int, ...]:
-    """Return a prompt; an empty one is replaced by `begin`, the token that begins a text, if
-    any."""
+    """Return a prompt; an empty one becomes `begin`, the token that begins texts, if any."""
     if not prompt and begin is None:
         text = "the prompt is empty, and the target has no token that begins a text: give it at "
         raise RequestError("settings", f"{text}least one token")

@@ -224,8 +224,7 @@ def render(template: str, most: int, values: Mapping[str, Any]) -> str:
 
 
 def _answer(job: bytes) -> bytes:
-    """Return t and the text, or c, f or l and the reason: not compiled, failed, or beyond a
-    limit."""
+    """Return t and the text, or c, f or l and why: not compiled, failed, or beyond a limit."""
     kind = b"c"
     try:
         template, most, values = json.loads(job)

@@ -25,7 +25,7 @@ from dovetail.runtime.text.stops import StopStrings
 from dovetail.runtime.text.templates import INSTEAD, RENDERER
 
 MAX_GROWTH = 64
-"""The most characters into which tokenizing or detokenizing may turn one; current models: one or
+"""The most characters that tokenizing or detokenizing may make of one; current models: one or
 two."""
 OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
 """Names of the values that every chat template gets."""
@@ -53,8 +53,7 @@ def against_values(values: Mapping[str, Any], template: str) -> str:
 
 
 def why_no_chats(template: str) -> str:
-    """Return why a model does not support chats, by a trial of its template; else an empty
-    string."""
+    """Return why a model does not support chats, by a trial of its template; else ""."""
     try:
         if template:
             RENDERER.render(template, _given([{"role": "user", "content": "hello"}]))

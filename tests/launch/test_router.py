@@ -65,7 +65,7 @@ def test_two_services_answer_as_one_and_one_of_them_may_go(start: Start, tmp_pat
         assert set(rates) == {*urls}
 
     assert streamed(router, lambda: file.write_text(urls[1]), seed=3) == whole[3]
-    told(process, f"the replica {urls[0]} has been let go")
+    told(process, f"the replica {urls[0]} was removed")
     assert streamed(router, seed=4) == whole[4]
     file.write_text("\n".join(urls))
     told(process, f"the replica {urls[0]} gets requests")

@@ -303,7 +303,7 @@ def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(
         ),
         (
             ("--http.host", "no such name", "--http.port", "0"),
-            "dovetail: http.host = 'no such name' is neither an address nor a name that is known",
+            "dovetail: http.host = 'no such name' is neither an address nor a known name",
         ),
         (("--http.port", "70000"), "write a whole number from 0 to 65535"),
         (("--listen", "tcp://127.0.0.1:*", "--http.port", "0"), "requires keys"),

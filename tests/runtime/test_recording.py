@@ -215,10 +215,7 @@ def test_what_cannot_be_removed_stays_and_costs_no_later_recording(
     writer._queue.put(scribe._Piece(one, 1, fail))
     writer.add(other, [b"more"])
     writer.close()
-    assert (
-        f"the recording {stays} could not be removed to make room for others: Is a directory"
-        in caplog.text
-    )
+    assert f"the recording {stays} could not be removed to make room: Is a directory" in caplog.text
     assert "ends early: no space left" in caplog.text
     assert stays.is_dir()
     assert writer._written == 9, "the thread has gone on"
@@ -373,8 +370,8 @@ def test_a_recording_of_another_format_is_refused_with_what_to_do(tmp_path: Path
     with pytest.raises(UserError) as refused:
         read_recording(tmp_path / "x")
     assert str(refused.value) == (
-        f"the recording {tmp_path / 'x'} is of format 1, this release reads {tape.FORMAT}: use the "
-        "one that wrote it"
+        f"the recording {tmp_path / 'x'} has format 1, this release reads {tape.FORMAT}: use the "
+        "release that wrote it"
     )
 
 

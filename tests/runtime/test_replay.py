@@ -259,7 +259,7 @@ def test_other_words_to_the_client_are_named(tmp_path: Path) -> None:
 
     difference = altered(recording, tmp_path / "x", change)
     assert difference is not None
-    assert difference.where == "text that is sent to the client"
+    assert difference.where == "text sent to the client"
 
 
 def test_a_step_that_is_left_out_is_noticed(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_step_whose_arguments_make_no_sense_is_refused_or_goes_another_way(
             refused.append(str(error))
     assert refused or name == "recovered"
     for said in refused:
-        assert "is damaged: its entry" in said or "no verdict of round" in said
+        assert "is damaged: its entry" in said or "lacks the verdict of round" in said
         assert "\n" not in said
 
 
@@ -364,5 +364,5 @@ def test_a_recording_that_does_not_name_a_peer_is_refused(tmp_path: Path) -> Non
     path = tmp_path / "altered.messages"
     for gone in (entry for entry in entries if entry["type"] == "peer"):
         path.write_bytes(b"".join(msgpack.packb(entry) for entry in entries if entry is not gone))
-        with pytest.raises(UserError, match=f"is of peer {gone['number']}, which it does not name"):
+        with pytest.raises(UserError, match=f"is from peer {gone['number']}, which has no entry"):
             read_recording(path)

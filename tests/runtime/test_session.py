@@ -507,7 +507,7 @@ def test_features_that_do_not_cover_the_log_are_not_taken_for_all_of_them() -> N
     session.prefilled(
         Prefilled(epoch=1, session=1, round=2, start=0, features=features((9, 8, 3), 0, 2, READS))
     )
-    with pytest.raises(ProtocolError, match="features of 2 tokens where 3 were asked for"):
+    with pytest.raises(ProtocolError, match="features of 2 tokens, but 3 were requested"):
         session.refed(Refed(epoch=1, session=1, round=2))
 
 

@@ -546,9 +546,7 @@ def test_a_newcomer_of_which_nothing_is_heard_is_let_go_after_a_while() -> None:
     newcomer = scene.newcomer(Mute)
     request = scene.swap(newcomer, scene.house.target)
     scene.house.run()
-    assert (
-        "target-2 takes the place of target, it is being tested" in scene.onlooker.status().reasons
-    )
+    assert "target-2 replaces target, it is being tested" in scene.onlooker.status().reasons
     scene.house.later_ns = SILENT_NS + 10**9
     scene.house.coordinator.tick()
     with pytest.raises(RequestError, match="its trial made no progress for 30 s; target stays"):
@@ -777,8 +775,8 @@ def test_what_cannot_be_changed_is_said() -> None:
     scene.house.run()
     with pytest.raises(
         RequestError,
-        match="another change of workers is in progress, target-2 takes the place of target, "
-        "it is being tested: wait until it is over",
+        match="another change of workers is in progress, target-2 replaces target, "
+        "it is being tested: wait until it has ended",
     ):
         scene.end(scene.admin.dismiss(old.epoch))
     other = scene.house.connect()
