@@ -62,9 +62,7 @@ class Order:
     usage_always: bool
     wishes: Wishes
     logprobs: int | None = None  # the number of alternatives with log-probabilities for each token
-    echo: tuple[str, ...] | None = (
-        None  # the prompts as text, if they are returned before the replies
-    )
+    echo: tuple[str, ...] | None = None  # the prompts as text, if returned before the replies
     name: str = ""  # the id of the response, which is unguessable
     asked: int = 0  # the max_tokens of the request; 0 if it has none
     created: int = 0  # when the request arrived, in seconds since 1970

@@ -41,9 +41,7 @@ from dovetail.runtime.telemetry.picture import folder_name
 from dovetail.runtime.text.templates import RENDERERS
 
 SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread
-REFUSAL_S = (
-    1.0  # seconds without a token after which the head of a stream, with its status, is sent
-)
+REFUSAL_S = 1.0  # seconds without a token after which a stream's head, with its status, is sent
 SILENCE_S = 15.0  # seconds after which a silent stream gets a comment, for proxies (HTML standard)
 CLIENT_GONE = 499  # nginx's status; the client has gone
 EVENT_STREAM = {

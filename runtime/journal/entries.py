@@ -35,9 +35,7 @@ class Entry:
     margins: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     sessions: list[int] = field(default_factory=list)  # the numbers of its sessions
-    left_s: float | None = (
-        None  # when it stopped running, in seconds since 1970; None: it is running
-    )
+    left_s: float | None = None  # when it stopped running, in s since 1970; None: it is running
     finished: Finished | None = None
     """The last message to its client; None if the reply has not ended or the client has left."""
     reply: int = field(default=0, compare=False)

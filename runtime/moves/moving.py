@@ -26,9 +26,7 @@ from dovetail.runtime.session.state import State
 
 log = logging.getLogger("dovetail.coordinator")
 
-MOST_LOOKED_AT = (
-    8  # waiting sessions that are checked after every event; others are checked less often
-)
+MOST_LOOKED_AT = 8  # waiting sessions that are checked after every event; others less often
 
 
 class Moving:

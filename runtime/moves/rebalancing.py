@@ -26,9 +26,7 @@ from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Tally
 
-LEAST_LEFT = (
-    64  # fewest further tokens expected of a session; longer replies are expected to double
-)
+LEAST_LEFT = 64  # fewest further tokens expected of a session; longer ones are expected to double
 MOST_OPENING = 0.25
 """Share of sessions in prefill from which on nothing moves, since costs are unknown."""
 SETTLED_ROUNDS = 3

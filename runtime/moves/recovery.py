@@ -79,9 +79,7 @@ class Recovery:
                 "continue on others with coordinator.move = 'any'"
             )
         else:
-            text = (
-                f"and within {waited} no other was free: start another and send the request again"
-            )
+            text = f"and within {waited} no other was free: start one and send the request again"
         return RequestError("worker_lost", f"{running.loss.words}, {text}")
 
     def words(self, running: RunningRequest, now_ns: int) -> str:

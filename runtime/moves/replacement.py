@@ -1,14 +1,13 @@
-"""The change of workers in progress, if any: one replaces another, joins, or leaves. A client
+"""The change of workers in progress, if any: a worker replaces another, joins, or leaves. A client
 requests it and receives its progress.
 
 A newcomer is on standby. It is tested with short sessions, then promoted: new sessions go to it and
-none to the old worker. Those of the old one move: from a draft at their next round; from a target
-one after the other, so that none waits longer than the prefill of its own log; those that may not
-move, or have not begun, end where they are. When none is left and the newcomer is ready for all
-sessions given to it, the old worker is dismissed. If the newcomer fails before that, the old one
-stays and the newcomer is dismissed; a promoted target leaves in the same way as the old one would
-have, since only it can end what it has begun. A worker that leaves without a newcomer follows the
-same steps, without the trials."""
+none to the old worker. Sessions of the old worker move: from a draft at their next round; from a
+target one after the other, so that none waits longer than the prefill of its own log. Those that
+may not move, or have not begun, end where they are. When none is left and the newcomer is ready for
+all its sessions, the old worker is dismissed. If the newcomer fails before that, the old worker
+stays and the newcomer is dismissed; a promoted target first finishes its sessions, as the old one
+would have. A worker that leaves without a newcomer follows the same steps, without the trials."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ SILENT_NS = 30_000_000_000
 """Nanoseconds without a token of any trial after which the newcomer has failed."""
 
 Standing = Literal["held", "movable", "coming", "over"]
-"""A session's standing: on the old worker, to stay or go; moving; on another one."""
+"""A session's standing: on the old worker, to stay or move; moving; on another one."""
 
 
 class Phase(Enum):
@@ -63,7 +62,7 @@ class Change:
     request: int
     heard_ns: int  # when a trial last made progress
     trials: list[Trial]
-    """Of a target: alone, with a draft, and `before` on its equal; of a draft: one."""
+    """For a target: alone, with a draft, and `before` on an equal target; for a draft: one."""
     phase: Phase = Phase.TRYING
     old_lost: bool = False  # True if the old worker has disconnected
     longest_pause_ns: int = 0
@@ -75,7 +74,7 @@ class Change:
     waits: bool = False  # True once it was reported that sessions end where they are
     failure: str = ""  # why the newcomer is withdrawn
     reading: set[tuple[bytes, int]] = field(default_factory=set)
-    """Requests that were being read for the old target when it was to get no more."""
+    """Requests that were being read for the old target when it stopped getting new ones."""
     log: Reading | None = None
     """The log of the session that moves next, prefilled ahead by its new target."""
 
@@ -89,7 +88,7 @@ class Change:
         """The change in progress, for `status`."""
         if self.newcomer is None:
             return f"{self.old.name if self.old is not None else 'a worker'} leaves"
-        place = f" takes the place of {self.leaver.name}" if self.leaver is not None else " joins"
+        place = f" replaces {self.leaver.name}" if self.leaver is not None else " joins"
         tested = ", it is being tested" if self.phase is Phase.TRYING else ""
         return f"{self.newcomer.name}{place}{tested}"
 
@@ -97,7 +96,7 @@ class Change:
         """Return what happened to the newcomer, and why."""
         assert self.newcomer is not None
         in_place = self.phase is Phase.MOVING
-        what = "was in place and was removed again" if in_place else "was not put in place"
+        what = "was in place but was removed again" if in_place else "was not put in place"
         stays = f"; {self.leaver.name} stays" if self.leaver is not None else ""
         return f"{self.newcomer.name} {what}: {why}{stays}"
 
@@ -241,7 +240,7 @@ class Changes:
             change.old_lost = True
 
     def failed(self, running: RunningRequest, worker: Worker, why: str) -> bool:
-        """Note a worker's failure; return whether it is a newcomer that is taken back."""
+        """Note a worker's failure; return whether it is a newcomer, which is then withdrawn."""
         return (
             self._change is not None
             and not running.trial
@@ -273,8 +272,8 @@ class Changes:
             self._fail(change, f"its trial failed: {end.text}")
             return
         elif name == "drafted" and not drafted:
-            nothing = "it offered nothing that its target could read"
-            unread = "it could not verify what was drafted for it"
+            nothing = "it offered nothing that its target could verify"
+            unread = "it could not verify its drafts"
             self._fail(change, nothing if change.role == "draft" else unread)
             return
         else:
@@ -288,7 +287,7 @@ class Changes:
     # -- the sessions ------------------------------------------------------------------------------
 
     def _move_over(self, change: Change) -> None:
-        """Give sessions to the newcomer and none to the old worker, if it still fits."""
+        """Send new sessions to the newcomer instead of the old worker, if it still fits."""
         change.phase, newcomer = Phase.MOVING, change.newcomer
         if change.old is not None:
             change.old.leaving = True
@@ -317,7 +316,7 @@ class Changes:
         return bool(change.reading)
 
     def _move_on(self, change: Change) -> None:
-        """Have sessions leave the old worker; end the change once all have."""
+        """Let sessions leave the old worker; end the change once all have."""
         standings = {
             number: self._standing(change, running)
             for number, running in self._running.items()
@@ -379,7 +378,7 @@ class Changes:
             self._moving.move(running, target)
 
     def _refuge(self, change: Change, running: RunningRequest) -> Worker | None:
-        """Return the target that a session moves to: the one that already prefills its log, if
+        """Return the target to which a session moves: the one that already prefills its log, if
         any."""
         log = change.log
         if log is not None and log.running is running and log.new.available:
@@ -387,7 +386,7 @@ class Changes:
         return self._moving.refuge(running)
 
     def _reads_ahead(self, change: Change, running: RunningRequest, target: Worker) -> bool:
-        """Have a target read a moving session's log; return whether it still does."""
+        """Make a target prefill a moving session's log; return whether it is still doing so."""
         log = change.log
         if log is not None and (log.running, log.new) == (running, target):
             if log.heard is None:
@@ -403,8 +402,8 @@ class Changes:
     # -- what goes wrong ---------------------------------------------------------------------------
 
     def _undo(self, change: Change, why: str) -> bool:
-        """Undo a change whose newcomer has failed in the place of another; return whether it was
-        there. A promoted target leaves as the old one was to."""
+        """Undo a change whose newcomer failed after its promotion; return whether it had been
+        promoted. A promoted target leaves as the old one would have."""
         kept, newcomer = change.leaver, change.newcomer
         if change.phase is not Phase.MOVING or newcomer is None or kept is None:
             return False

@@ -169,8 +169,8 @@ def wanted(body: Any, key: bytes) -> Wanted:
 
 
 def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replica | None:
-    """Choose the replica predicted to finish first, and count the request there; None: no
-    replica."""
+    """Choose the replica predicted to finish first, and count the request there; None without
+    one."""
     there = [replica for replica in replicas if replica.ready and not replica.draining]
     if not there:
         return None

@@ -44,9 +44,7 @@ class SessionState:
     detokenizer: InitVar[Detokenizer]
     accounts: Accounts
     fingerprint: str = ""  # the fingerprint of its target
-    draft_sync: DraftSync | None = (
-        None  # the part of the log that its draft has; None without a draft
-    )
+    draft_sync: DraftSync | None = None  # its draft's part of the log; None without a draft
     target_base: Base | None = None
     """The ended session that the target reuses; if the draft reads its target, with as many tokens
     as the draft's base."""

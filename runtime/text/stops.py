@@ -17,9 +17,8 @@ def borders(pattern: str) -> tuple[int, ...]:
 
 
 def advance(pattern: str, matched: int, text: str, *, early: bool = False) -> tuple[int, int]:
-    """Return how much of the pattern is at the end of the text (`matched`: before `text`), and
-    where the first complete match ends in the text, 0: nowhere. `early`: ignore complete
-    matches."""
+    """Return how much of the pattern ends the text (`matched`: before `text`), and where its first
+    complete match ends in the text, 0: nowhere. `early`: ignore complete matches."""
     shorter, place, whole = borders(pattern), 0, len(pattern)
     while place < len(text):
         if not matched:

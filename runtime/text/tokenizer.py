@@ -25,8 +25,7 @@ from dovetail.runtime.text.stops import StopStrings
 from dovetail.runtime.text.templates import INSTEAD, RENDERER
 
 MAX_GROWTH = 64
-"""The most characters that tokenizing or detokenizing may make of one; current models: one or
-two."""
+"""The most characters that tokenizing or detokenizing may make of one; usually one or two."""
 OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
 """Names of the values that every chat template gets."""
 LARGE = 1 << 20  # size in bytes of a tokenizer.json from which on parsing leaves much freed memory

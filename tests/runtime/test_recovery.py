@@ -299,8 +299,7 @@ def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited
     (failed_reply,) = (reply for reply in house.replies() if isinstance(reply, Failed))
     assert (failed_reply.session, failed_reply.code) == (request, "worker_lost")
     assert (
-        "within 20 s no other was free: start another and send the request again"
-        in failed_reply.text
+        "within 20 s no other was free: start one and send the request again" in failed_reply.text
     )
     report = house.report()
     assert (report.sessions, report.failed, report.totals.refused_requests) == (0, 1, 1)
