@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from dovetail.protocol.groups import ROOT, GroupFolders, read_text
+from dovetail.protocol.memory import ROOT, GroupFolders, read_text
 
 MAX_NUMBER = 1 << 16  # the largest number of a core or a node, beyond what any kernel counts to
 

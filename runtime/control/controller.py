@@ -9,8 +9,7 @@ from math import exp
 
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.control.crowd import Crowd
-from dovetail.runtime.control.on_off import DOUBTED, OnOff
+from dovetail.runtime.control.on_off import DOUBTED, Crowd, OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
 from dovetail.runtime.control.pricing import NEW, Pricing, Situation
 from dovetail.runtime.control.rounds import Begun, Calibration, Load, Plan, Round

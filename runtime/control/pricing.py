@@ -19,8 +19,7 @@ from itertools import islice
 from math import ceil, exp, log
 
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.control.crowd import Crowd
-from dovetail.runtime.control.on_off import OnOff
+from dovetail.runtime.control.on_off import Crowd, OnOff
 from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.control.rounds import ALONE, WINDOW, Load, Plan
 from dovetail.runtime.costs.rounds import PairCosts

@@ -5,14 +5,15 @@ interruption has no effect and an old state of the machine is forgotten. Observa
 expected curve, including unobserved numbers of rows; the result never falls with rows. A machine
 that becomes slower or faster does so for all numbers of rows: passes are stored at the usual speed,
 and predicted at the speed of the last ones. For a target with experts, T_V = f(M) + c U: passes are
-compared as if each had used the number of experts U that is expected of the next one
-(`experts.py`). Pure: seconds are arguments."""
+compared as if each had used the number of experts U that is expected of the next one. Pure: seconds
+are arguments."""
 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import log
 
 from dovetail.protocol.calibration import (
     Calibration,
@@ -22,7 +23,56 @@ from dovetail.protocol.calibration import (
     weighted_median,
 )
 from dovetail.protocol.messages import MAX_NODES, MAX_SESSIONS
-from dovetail.runtime.costs.experts import ExpertsOfPasses
+
+VARIETIES = 8  # the last passes, from which the variety of rows is estimated
+FULL = 0.95  # share of experts above which a pass is little evidence of variety
+SLOPES = 128  # last slopes from which the cost of an expert is estimated
+PRIOR = 2.0  # weight of the known cost: that of a slope between passes as many rows' experts apart
+
+
+class ExpertsOfPasses:
+    """Predicts the number of experts of passes, and learns their cost. Rows of one text share more
+    experts than independent rows, especially in repetitive text; this variety is estimated from the
+    last passes of any size. The cost of an expert is a weighted median of slopes, seconds over
+    experts, between consecutive passes, so that a machine that slows down does not distort them.
+    Each is first compared with passes over as many rows, so that costs of rows cancel."""
+
+    def __init__(self, known: ExpertCosts) -> None:
+        self._known, self.routing = known, known.routing
+        self._varieties: deque[tuple[float, float]] = deque(maxlen=VARIETIES)  # (variety, weight)
+        self._slopes: deque[tuple[float, float]] = deque(maxlen=SLOPES)
+        """(seconds an expert, weight)."""
+        self._before: tuple[float, float] | None = None
+        self.variety = 1.0  # the exponent of rows (`Routing.unique`)
+        self.expert_s = known.expert_s
+        """Seconds of each further expert, at the usual speed of the machine."""
+
+    def at(self, rows: int) -> float:
+        """Return how many experts a future pass over `rows` rows is expected to use."""
+        return self.routing.unique(rows, self.variety)
+
+    def measured(self, rows: int) -> float | None:
+        """Return how many experts the passes of the profile used; None: not counted."""
+        return self._known.measured(rows) if self._known.passes else None
+
+    def count(self, rows: int, experts: int) -> None:
+        """Learn variety from a pass over `rows` rows that used `experts` experts."""
+        routing = self.routing
+        if rows > 1 and routing.unique(rows) <= FULL * routing.most:
+            self._varieties.append((routing.variety(rows, experts), log(rows)))
+            self.variety = weighted_median(self._varieties)
+
+    def weigh(self, seconds: float, experts: float, *, usual_s: float, row_s: float) -> None:
+        """Learn an expert's cost from a pass of `seconds` with `experts` more than usual; usual
+        passes take `usual_s`. `row_s`: a pass over one row, an upper bound."""
+        before, now = self._before, (seconds / usual_s, experts / usual_s)
+        self._before = now
+        if before is None or (apart := now[1] - before[1]) == 0.0:
+            return
+        self._slopes.append(((now[0] - before[0]) / apart, abs(apart)))
+        row = self.routing.row
+        prior = self._known.expert_s, PRIOR * row / row_s
+        self.expert_s = min(max(0.0, weighted_median([*self._slopes, prior])), row_s / row)
 
 
 def curves_of(calibration: Calibration) -> "PassCurves":
@@ -404,3 +454,62 @@ def _bent(
     for rows in range(last + 1, len(bent)):
         bent[rows] = max(expected[rows] * share, bent[last] + slope * (rows - last))
     return bent
+
+
+class PooledPasses:
+    """Seconds of a target's passes over any number of rows, from its own passes and from those of
+    targets with the same fingerprint. Below the smallest known number of rows T_V is assumed to be
+    proportional to the rows, which is optimistic."""
+
+    def __init__(self, own: RowsSeconds | None, others: Iterable[RowsSeconds | None]) -> None:
+        """`own`: of the target's passes; `others`: of those of other targets."""
+        points = _points(own)
+        for curve in others:
+            theirs = _points(curve)
+            scale = _scale(points, theirs)
+            for rows, seconds in theirs.items():
+                if rows not in points and _rises(points, rows, scale * seconds):
+                    points[rows] = scale * seconds
+        self._rows = sorted(points)
+        self._seconds = [points[rows] for rows in self._rows]
+
+    def at(self, rows: int) -> float:
+        """Return the seconds of a pass over this many rows; 0 if nothing is known."""
+        if not self._rows or rows <= 0:
+            return 0.0
+        place = bisect_left(self._rows, rows)
+        if place == 0:
+            return self._seconds[0] * rows / self._rows[0]
+        if place == len(self._rows):
+            return self._beyond(rows)
+        low, high = self._rows[place - 1], self._rows[place]
+        share = (rows - low) / (high - low)
+        return self._seconds[place - 1] + share * (self._seconds[place] - self._seconds[place - 1])
+
+    def _beyond(self, rows: int) -> float:
+        """Extrapolate beyond the largest number of rows: by two points, else in proportion."""
+        most, seconds = self._rows[-1], self._seconds[-1]
+        before, less = (0, 0.0) if len(self._rows) == 1 else (self._rows[-2], self._seconds[-2])
+        return seconds + (rows - most) * max(0.0, seconds - less) / (most - before)
+
+
+def slowness(own: RowsSeconds | None, others: RowsSeconds | None) -> float:
+    """Return the ratio to another target's passes of equal rows; 1 without common rows."""
+    return _scale(_points(own), _points(others))
+
+
+def _points(curve: RowsSeconds | None) -> dict[int, float]:
+    return {} if curve is None else dict(zip(curve.rows, curve.seconds, strict=True))
+
+
+def _scale(own: dict[int, float], theirs: dict[int, float]) -> float:
+    """Return how much longer our passes take, over rows that both have measured."""
+    ratios = sorted(own[rows] / theirs[rows] for rows in own.keys() & theirs.keys())
+    return ratios[len(ratios) // 2] if ratios else 1.0
+
+
+def _rises(points: dict[int, float], rows: int, seconds: float) -> bool:
+    """Return whether a further point keeps the curve rising with rows."""
+    return all(
+        known <= seconds if count < rows else seconds <= known for count, known in points.items()
+    )

@@ -25,7 +25,7 @@ from dovetail.runtime.engine.stored import StoredReply
 from dovetail.runtime.fleet.outbox import MAX_JOINED
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import ServiceState
-from dovetail.runtime.session.kept import TOKEN_BYTES, Kept
+from dovetail.runtime.session.request import TOKEN_BYTES, Kept
 from dovetail.runtime.session.session import Session
 
 PATIENCE_S = 30.0

@@ -39,7 +39,6 @@ from dovetail.runtime.engine.client_requests import ClientRequests, observe
 from dovetail.runtime.engine.faults import aside, reraise_exits, told
 from dovetail.runtime.engine.outgoing import Later, Outgoing
 from dovetail.runtime.engine.peers import Peers
-from dovetail.runtime.engine.replies import Replies
 from dovetail.runtime.engine.running import Census, RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.sessions import Sessions
@@ -154,9 +153,7 @@ class Coordinator:
         post = self._post = Outgoing(self._hub, self._observing, self._acts, later, sent=self._sent)
         self._admission = Admission(shared, post, claims)
         self._dispatch = CommandSender(shared, post)
-        self._sessions = Sessions(
-            shared, self._dispatch, post, Replies(shared, post), begun=self._begun
-        )
+        self._sessions = Sessions(shared, self._dispatch, post, begun=self._begun)
         self._answers = WorkerEvents(shared)
         self._starting = Starting(shared, claims)
         self._intake = ClientRequests(shared, claims, self._starting, self.report)

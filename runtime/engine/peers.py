@@ -17,8 +17,7 @@ from dovetail.runtime.engine.sessions import Sessions
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.status import Status
 from dovetail.runtime.fleet.draft_failures import note_failure
-from dovetail.runtime.fleet.liveness import DEAF, LEAST_S
-from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.fleet.peers import DEAF, LEAST_S, ClientPeer, Worker
 
 log = logging.getLogger("dovetail.coordinator")
 P = ParamSpec("P")

@@ -12,7 +12,7 @@ from dovetail.protocol.spans import Span
 from dovetail.runtime.costs.reading import reading_order, shares
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Pass, Worker
-from dovetail.runtime.fleet.sharing import Rest
+from dovetail.runtime.fleet.scheduler import Rest
 from dovetail.runtime.telemetry.metrics import extent_ns
 
 LATENCY = 3.0

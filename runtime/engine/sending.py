@@ -28,7 +28,7 @@ from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.waits import due_s
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.sharing import Rest
+from dovetail.runtime.fleet.scheduler import Rest
 from dovetail.runtime.session.actions import Ask
 from dovetail.runtime.session.request import base_of
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State

@@ -9,18 +9,24 @@ from itertools import islice
 from typing import TypeVar
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import NOTHING_TOLD, Close
+from dovetail.protocol.messages import (
+    NOTHING_TOLD,
+    Close,
+    Emitted,
+    Finished,
+    PromptScored,
+    Recorded,
+)
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.client_requests import observe
 from dovetail.runtime.engine.faults import aside, fault, refusal, reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
-from dovetail.runtime.engine.replies import Replies
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.stored import ReplyStore
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.session.actions import Action, Ask, Emit, NextRound
+from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note, Score
 from dovetail.runtime.session.state import State
 
 log = logging.getLogger("dovetail.coordinator")
@@ -41,7 +47,6 @@ class Sessions:
         shared: Shared,
         dispatch: CommandSender,
         post: Outgoing,
-        replies: Replies,
         *,
         begun: Callable[[RunningRequest], None],
     ) -> None:
@@ -50,7 +55,7 @@ class Sessions:
         self._epoch, self._running, self._census = shared.epoch, shared.running, shared.census
         self._registry, self._moving, self._tally = shared.registry, shared.moving, shared.tally
         self._observing, self._now_ns = shared.observing, shared.now_ns
-        self._dispatch, self._post, self._replies = dispatch, post, replies
+        self._dispatch, self._post = dispatch, post
         self._begun = begun
         self._unsettled: deque[RunningRequest] = deque()
 
@@ -131,11 +136,86 @@ class Sessions:
                 action, at_ns = running.untold.popleft()
                 running.delivery.noted = max(0, running.delivery.noted - 1)
                 if not isinstance(action, Ask | NextRound):
-                    self._replies.tell(running, action, at_ns)
+                    self._tell(running, action, at_ns)
             running.learn()
         except BaseException:
             running.untold.clear()
             raise
+
+    def _tell(self, running: RunningRequest, action: Action, at_ns: int) -> None:
+        """Send a session's client an action that happened at `at_ns`."""
+        if isinstance(action, Emit):
+            self._emit(running, action, at_ns)
+        elif isinstance(action, Score):
+            self._post.to_client(
+                running.client,
+                PromptScored(
+                    epoch=self._epoch,
+                    request=running.request,
+                    start=action.start,
+                    logprobs=action.logprobs,
+                ),
+            )
+        elif isinstance(action, Note):
+            self._post.to_client(
+                running.client,
+                Recorded(epoch=self._epoch, request=running.request, record=action.record),
+            )
+        elif isinstance(action, Finish):
+            self._finish(running, action)
+
+    def _emit(self, running: RunningRequest, emit: Emit, at_ns: int) -> None:
+        if running.told_ns is not None and not running.trial:
+            self._shared.changes.paused(at_ns - running.told_ns)
+        running.told_ns = at_ns
+        if (left := running.delivery.left_of(emit)) is None:
+            return
+        emit, fingerprint = left, running.session.fingerprint
+        new = fingerprint != running.delivery.fingerprint
+        running.delivery.fingerprint = fingerprint
+        self._post.to_client(
+            running.client,
+            Emitted.unchecked(
+                epoch=self._epoch,
+                type="emitted",
+                request=running.request,
+                tokens=emit.tokens,
+                drafted=(True,) * emit.drafted + (False,) * (len(emit.tokens) - emit.drafted),
+                text=emit.text,
+                logprobs=emit.logprobs,
+                fingerprint=fingerprint if new else "",
+            ),
+        )
+
+    def _finish(self, running: RunningRequest, finish: Finish) -> None:
+        now_ns = self._now_ns()
+        running.over(now_ns)
+        result = running.session.result(now_ns, finish.reason)
+        controls = min(
+            running.controller.controls, result.plain_rounds
+        )  # the last one may have been cut short
+        result = result.model_copy(
+            update={
+                "predicted_tokens_per_s": running.controller.predicted_tokens_per_s,
+                "control_rounds": controls,
+                "draft_failure": running.draft_failure,
+            }
+        )
+        if not running.trial:
+            self._shared.failing.drafted(running, result.rounds - result.plain_rounds)
+            self._tally.end(finish.reason, result)
+        spans = self._observing.traced(running.session.number)
+        finished = Finished(
+            epoch=self._epoch,
+            request=running.request,
+            result=result,
+            margins=tuple(running.session.margins),
+            spans=spans,
+        )
+        if self._shared.journal is not None and running.delivery.ticket:
+            self._shared.journal.ended(running.delivery.ticket, finished)
+        self._post.to_client(running.client, finished)
+        running.delivery.finished = True
 
     def _next_round(self, running: RunningRequest, asked: NextRound) -> Sequence[Action]:
         """Begin a session's next round, with another draft if it should get one."""

@@ -20,7 +20,7 @@ from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.replacement import Changes
-from dovetail.runtime.session.kept import TOKEN_BYTES as PACKED_BYTES
+from dovetail.runtime.session.request import TOKEN_BYTES as PACKED_BYTES
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Dropped, Tally

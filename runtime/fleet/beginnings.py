@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.session.kept import TOKEN_BYTES, Kept
-from dovetail.runtime.session.request import Request
+from dovetail.runtime.session.request import TOKEN_BYTES, Kept, Request
 from dovetail.runtime.session.state import State
 
 

@@ -6,7 +6,7 @@ of a hundred thousand tokens takes microseconds. Pure."""
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from dovetail.runtime.session.kept import TOKEN_BYTES, Base, Kept
+from dovetail.runtime.session.request import TOKEN_BYTES, Base, Kept
 
 WHOLE = 16  # rows are shared in multiples of this number
 LEAST = 128  # fewer rows are copied

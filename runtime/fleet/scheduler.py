@@ -8,7 +8,7 @@ how many nodes of a tree go into a pass, `share` how many rows of logs, `first` 
 first."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,13 +23,68 @@ from dovetail.protocol.messages import (
     Open,
     Opened,
     Read,
+    ReadItem,
     Refed,
     Refeed,
     Verified,
     Verify,
     VerifyItem,
 )
-from dovetail.runtime.fleet.sharing import Rest, alike, beginning, drawn_from
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The unread rows of a log that a worker prefills in chunks."""
+
+    command: Open | Refeed  # the command that started the prefill
+    done: int
+    """Rows of the log that have been prefilled; -1: not known, since the command was not sent
+    yet."""
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the log to prefill in all."""
+        command = self.command
+        return len(command.prompt) if isinstance(command, Open) else command.prefix - 1
+
+    @property
+    def left(self) -> int:
+        """The number of unread rows, as far as known."""
+        return self.rows - max(self.done, 0)
+
+    def item(self, rows: int) -> ReadItem:
+        """Return the item for the next `rows` rows."""
+        command = self.command
+        return ReadItem(
+            session=command.session, round=command.round, start=max(self.done, 0), rows=rows
+        )
+
+
+def alike(orders: Mapping[int, Draft]) -> dict[int, Draft]:
+    """Return by session the commands whose features are of the first's type and width, or none."""
+    kinds = {s: (f.dtype, f.shape[1:]) for s, o in orders.items() if (f := o.features) is not None}
+    kind = next(iter(kinds.values()), None)
+    return {s: order for s, order in orders.items() if kinds.get(s, kind) == kind}
+
+
+def drawn_from(command: Verify) -> int:
+    """Return the number of tokens that each child was drawn from; 0: none was drawn."""
+    return command.candidates.shape[1] if command.candidates else 0
+
+
+def beginning(item: VerifyItem, nodes: int) -> VerifyItem:
+    """Return the item with its first `nodes` nodes only."""
+    if nodes == len(item.tokens):
+        return item
+    return VerifyItem.unchecked(
+        session=item.session,
+        round=item.round,
+        prefix=item.prefix,
+        tokens=item.tokens[:nodes],
+        parents=item.parents[:nodes],
+        hold=item.hold,
+    )
+
 
 Command = Open | Feed | Refeed | Draft | Verify
 """Here a Verify has one item; they are combined later."""

@@ -15,7 +15,7 @@ from dovetail.protocol.errors import DecodeError
 from dovetail.protocol.messages import Finished, Submit, TokenLogprobs
 from dovetail.runtime.fleet.outbox import TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.session.actions import Emit
-from dovetail.runtime.session.kept import pack
+from dovetail.runtime.session.request import pack
 
 PIECE = 8192  # the most tokens in a record
 ROW_BYTES = 32  # bytes of a row of the database without its record, approximately

@@ -1,6 +1,6 @@
 """Moves running sessions to other workers: to another draft between two rounds, to another target
 at any time. Lost, late and leaving workers are removed from sessions here; `placement.py` chooses
-the next, and `recovery.py` how long to wait for a target."""
+the next."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,21 +12,21 @@ from dovetail.protocol.messages import Close, Drafted, Refeed
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.faults import reraise_exits
-from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.engine.running import Loss, RunningRequest
 from dovetail.runtime.fleet.beginnings import comes_later, has_room, held_on, needs
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry, ServiceState
-from dovetail.runtime.moves.recovery import Recovery
 from dovetail.runtime.session.draft_sync import Joining
-from dovetail.runtime.session.kept import Base
-from dovetail.runtime.session.request import Request
+from dovetail.runtime.session.request import Base, Request
 from dovetail.runtime.session.state import State
 
 log = logging.getLogger("dovetail.coordinator")
 
-MOST_LOOKED_AT = 8  # waiting sessions that are checked after every event; others less often
+MARGIN_S = 30.0
+LOADS = 2.0  # seconds to wait for a restarted target, plus this multiple of its loading time
+MOST_LOOKED_AT = 8  # waiting sessions that are looked at after every event; others now and then
 
 
 class Moving:
@@ -47,7 +47,7 @@ class Moving:
         self._service, self._running, self._registry = service, running, registry
         self._placement, self._failing, self._now_ns = placement, failing, clock_ns
         self._acts = acts
-        self._recovery = Recovery(settings.recovery_s, settings.move)
+        self._recovery_s, self._move_to = settings.recovery_s, settings.move
         self._stuck_ns, self._reuse = int(settings.stuck_s * 1e9), settings.reuse
 
     # -- drafts ------------------------------------------------------------------------------------
@@ -125,8 +125,14 @@ class Moving:
     def lose_target(self, running: RunningRequest, why: str) -> None:
         """Let a session wait for another target; its own drops it."""
         now_ns = self._now_ns()
-        self._recovery.lost(running, why, now_ns)
-        running.target.sessions -= 1  # this time belongs to the loss
+        if running.sent and running.awaited() is running.target:
+            running.losses.append(running.target.process)
+        running.loss = Loss(
+            now_ns,
+            f"the target worker {running.target.whereabouts} {why} after "
+            f"{len(running.session.tokens)} tokens",
+        )
+        running.target.sessions -= 1  # belongs to the loss, whatever happens next
         running.interrupted(now_ns)
         self._acts.forget_on(running.target, running)
         self._acts.perform(running, running.give(running.session.target_lost))
@@ -194,11 +200,49 @@ class Moving:
                 "ending",
                 f"{running.loss.words}, and the service is ending: {self._service.given_up}",
             )
-        return self._recovery.end_of(running, self._registry.workers.values(), self._now_ns())
+        if running.trial:
+            return RequestError("worker_lost", running.loss.words)
+        if running.doomed:
+            text = (
+                f"{running.loss.words}, and {len(running.losses)} in a row were lost without a "
+                "token in between: find out why targets that read this request end"
+            )
+            return RequestError("worker_lost", text)
+        if self._now_ns() - running.loss.since_ns < self._patience_s(running) * 1e9:
+            return None
+        waited = f"{self._patience_s(running):.3g} s"
+        if self._move_to == "same" and any(
+            other.plays("target") and other.reads_as(running.target)
+            for other in self._registry.workers.values()
+        ):
+            text = (
+                f"and within {waited} none of its fingerprint was free: start one, or let requests "
+                "continue on others with coordinator.move = 'any'"
+            )
+        else:
+            text = f"and within {waited} no other was free: start another and ask again"
+        return RequestError("worker_lost", f"{running.loss.words}, {text}")
+
+    def _patience_s(self, running: RunningRequest) -> float:
+        """Return how long a session that lost its target waits for another one."""
+        if self._recovery_s == "auto":
+            return MARGIN_S + LOADS * running.target.hello.load_s
+        return self._recovery_s
 
     def suits(self, running: RunningRequest, target: Worker) -> bool:
-        """Return whether a session may continue on this target, which has not refused it."""
-        return target.peer not in running.shunned and self._recovery.suits(running, target)
+        """Return whether a session may continue on this target: it has the same vocabulary, has not
+        refused the session, and, once that has sent tokens, has the same fingerprint, unless the
+        setting coordinator.move allows any."""
+        return (
+            target.peer not in running.shunned
+            and target.reads_as(running.target)
+            and running.session.request.capacity <= target.limits.context
+            and (
+                self._move_to == "any"
+                or running.session.unheard
+                or target.hello.fingerprint == running.target.hello.fingerprint
+            )
+        )
 
     def refuge(self, running: RunningRequest) -> Worker | None:
         """Return another target that has room for a session to continue there."""
@@ -286,7 +330,8 @@ class Moving:
         """Return for `status` which sessions wait for a target, and why."""
         now_ns = self._now_ns()
         return [
-            self._recovery.words(running, now_ns)
-            for running in self._running.values()
-            if running.loss is not None
+            f"session {number} waits for a target, for {left_s:.0f} s at most: {loss.words}"
+            for number, running in self._running.items()
+            if (loss := running.loss) is not None
+            for left_s in [max(0.0, self._patience_s(running) - (now_ns - loss.since_ns) / 1e9)]
         ]

@@ -1,5 +1,5 @@
 """Rebalancing: running sessions move to a target of the same fingerprint that has joined, has
-returned or has fewer sessions than before, if that pays off by `gains.py`.
+returned or has fewer sessions than before, if that pays off.
 
 One session moves at a time, once the new target has prefilled its log (`reading_ahead.py`); if that
 target keeps no rows, the session pauses until its whole log is prefilled. The fingerprint is the
@@ -7,24 +7,123 @@ same, so no byte changes, and the draft continues. A move that fails before the 
 old target changes nothing; later failures count as a loss. The next move is considered when the
 moved session has had some rounds, which show the present time of passes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from dovetail.protocol.messages import Failed
 from dovetail.runtime.control.pairs import CPU, share_cores, share_device
-from dovetail.runtime.costs.pooled import PooledPasses
+from dovetail.runtime.costs.passes import PooledPasses
 from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry, ServiceState
-from dovetail.runtime.moves.gains import Gain, Price, Seat, TargetLoad, best_move
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Tally
+
+WORTH = 2.0  # least ratio of what a move saves to what it costs: both are predictions
+LEAST_GAIN = 0.05
+"""Least share of both targets' remaining seconds that a move saves: noise moves nothing."""
+LEAST_S = 0.5  # seconds that a move must save at least, to be noticeable
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A session on its target, and the requirements of moving it."""
+
+    session: int
+    rounds: float  # rounds that it may still need
+    tokens: float = 1.0  # tokens of a round
+    movable: bool = True
+
+
+@dataclass(frozen=True)
+class TargetLoad:
+    """A target with its sessions."""
+
+    name: bytes
+    round_s: Callable[[int], float]  # seconds of a round of this many sessions
+    seats: Sequence[Seat] = ()
+
+    def left_s(self, more: float = 0.0, sessions: int = 0) -> float:
+        """Return the remaining seconds of all sessions if this many join and `more` rounds go."""
+        count = len(self.seats) + sessions
+        if not count:
+            return 0.0
+        return (sum(seat.rounds for seat in self.seats) + more) * self.round_s(count)
+
+
+@dataclass(frozen=True)
+class Price:
+    """The cost of a move, in seconds of the sessions that are delayed."""
+
+    reading_s: float
+    """Seconds that the new target takes to prefill the log, which delay each session there."""
+    pause_s: float  # seconds in which the session that moves gets no token
+    lag_s: float = 0.0  # seconds until the move, in which the session continues where it is
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A move of one session, and its gain."""
+
+    session: int
+    old: bytes
+    new: bytes
+    saved_s: float  # seconds saved by all sessions of both targets together
+    cost_s: float
+    rate: float  # predicted tokens a second where the session is; `new_rate`: there
+    new_rate: float
+
+
+Asks = Callable[[int, bytes], Price | None]
+"""Returns the price of moving a session to a target; None: it may not move there."""
+
+
+def best_move(places: Sequence[TargetLoad], price: Asks) -> Gain | None:
+    """Return the most profitable move of one session; None: none is worth it. Its remaining rounds
+    last as long as the pass shared by all sessions of its target, so one that leaves shortens the
+    rounds of those that stay and lengthens those of the ones that it joins."""
+    worth = [
+        gain for gain in _gains(places, price) if gain.saved_s >= max(LEAST_S, WORTH * gain.cost_s)
+    ]
+    return max(worth, key=lambda gain: gain.saved_s - gain.cost_s, default=None)
+
+
+def _gains(places: Sequence[TargetLoad], price: Asks) -> Iterator[Gain]:
+    for old in places:
+        for new in places:
+            if new is not old:
+                yield from _between(old, new, price)
+
+
+def _between(old: TargetLoad, new: TargetLoad, price: Asks) -> Iterable[Gain]:
+    """Yield the moves from one target to another that save enough."""
+    before_s = old.left_s() + new.left_s()
+    for seat in old.seats:
+        if not seat.movable:
+            continue
+        saved_s = before_s - old.left_s(-seat.rounds, -1) - new.left_s(seat.rounds, 1)
+        if saved_s <= max(LEAST_S, LEAST_GAIN * before_s):
+            continue
+        if (paid := price(seat.session, new.name)) is None:
+            continue
+        own_s = seat.rounds * old.round_s(len(old.seats))
+        saved_s *= max(0.0, 1.0 - paid.lag_s / own_s)
+        yield Gain(
+            seat.session,
+            old.name,
+            new.name,
+            saved_s,
+            paid.pause_s + paid.reading_s * len(new.seats),
+            seat.tokens / old.round_s(len(old.seats)),
+            seat.tokens / new.round_s(len(new.seats) + 1),
+        )
+
 
 LEAST_LEFT = 64  # fewest further tokens expected of a session; longer ones are expected to double
 MOST_OPENING = 0.25

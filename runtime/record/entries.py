@@ -9,7 +9,7 @@ from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.record import recording
 from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note, Score
 from dovetail.runtime.session.draft_sync import DraftSync, Joining
-from dovetail.runtime.session.kept import Base
+from dovetail.runtime.session.request import Base
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import RoundTimes
 

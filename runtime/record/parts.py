@@ -14,7 +14,7 @@ from dovetail.protocol.messages import (
     VerifiedItem,
     Verify,
 )
-from dovetail.runtime.session.features import features_of_items
+from dovetail.runtime.session.draft_sync import features_of_items
 
 
 def own_part(command: Verify | Drafts, session: int) -> Verify | Draft:

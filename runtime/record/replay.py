@@ -34,8 +34,7 @@ from dovetail.runtime.record.recorder import STEPS
 from dovetail.runtime.record.recording import Entry, From, Joined, Recording, Said, Step
 from dovetail.runtime.session.actions import Action, Ask, Emit, Note, Score
 from dovetail.runtime.session.draft_sync import DraftSync, Joining
-from dovetail.runtime.session.kept import TOKEN_BYTES, Base
-from dovetail.runtime.session.request import Request
+from dovetail.runtime.session.request import TOKEN_BYTES, Base, Request
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, RoundTimes
 from dovetail.runtime.text.tokenizer import open_detokenizer

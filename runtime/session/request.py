@@ -1,12 +1,43 @@
 """A client's request in tokens, and the command that opens its session on a worker. Pure."""
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.runtime.session.kept import Base, pack
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Base:
+    """The session whose cache another one reuses, and how many of its tokens."""
+
+    session: int
+    tokens: int
+    shared: bool = False
+    """True if the base stays as it is, running or kept; False if it was kept and is used up."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A session, ended or running: its packed log, and the rows that the worker has."""
+
+    session: int
+    log: bytes
+    rows: int
+    tokens: int
+    """Tokens that the worker may have in its log, including some beyond the end of the reply."""
+    owner: str = ""
+    """The owner of the request: no other owner may reuse it, or learn how much of a prompt was sent
+    before."""
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Return token ids as the prefix cache compares them."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 @dataclass(frozen=True)

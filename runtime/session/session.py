@@ -38,12 +38,10 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note
-from dovetail.runtime.session.draft_sync import DraftSync, Joining
-from dovetail.runtime.session.features import UnreadableFeatures
-from dovetail.runtime.session.kept import Base
+from dovetail.runtime.session.draft_sync import DraftSync, Joining, UnreadableFeatures
 from dovetail.runtime.session.logprobs import check_logprobs
 from dovetail.runtime.session.opening import OpeningSession
-from dovetail.runtime.session.request import Request
+from dovetail.runtime.session.request import Base, Request
 from dovetail.runtime.session.state import NO_TREE, State
 from dovetail.runtime.telemetry.metrics import RoundFacts, RoundTimes
 

@@ -73,9 +73,8 @@ SABOTAGED = (
 HANDLERS = {
     "_answers": (
         "_drafted _verified _opened _prefilled _part_read _scored _refed _probed _fed _verdict "
-        "_passed _answer _go_on_alone"
+        "_passed _answer _go_on_alone _failed _open_anew _verify_without_tree"
     ),
-    "_answers._failures": "failed _open_anew _verify_without_tree",
     "_intake": "take _submit _change",
     "_starting": "_start _run admit",
     "_peers": "admitted join probe look_after",

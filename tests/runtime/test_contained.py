@@ -34,7 +34,7 @@ from dovetail.runtime.engine import reading
 from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
-from dovetail.runtime.fleet.liveness import DEAF
+from dovetail.runtime.fleet.peers import DEAF
 from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.session import Session

@@ -11,8 +11,7 @@ import pytest
 
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.control.crowd import Crowd
-from dovetail.runtime.control.on_off import Experience, OnOff
+from dovetail.runtime.control.on_off import Crowd, Experience, OnOff
 from dovetail.runtime.control.pricing import worth_waiting
 from dovetail.runtime.control.rounds import ALONE, Load
 from dovetail.runtime.engine.running import Census

@@ -6,9 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-from dovetail.runtime.control.ahead_trial import BLOCK, FIRST_PAUSE, TURNS, AheadTrial
-from dovetail.runtime.control.crowd import CARE_OF_A_TRY, MOST_CARE, Crowd
-from dovetail.runtime.control.on_off import ALLOWANCE, LASTING, TRY_SHARE, Experience, OnOff
+from dovetail.runtime.control.on_off import (
+    ALLOWANCE,
+    CARE_OF_A_TRY,
+    LASTING,
+    MOST_CARE,
+    TRY_SHARE,
+    Crowd,
+    Experience,
+    OnOff,
+)
+from dovetail.runtime.control.pairs import BLOCK, FIRST_PAUSE, TURNS, AheadTrial
 from support.loaded import passes_of
 
 ALONE_S = 0.02

@@ -10,7 +10,7 @@ from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.rates import (
+from dovetail.runtime.fleet.placement import (
     are_alike,
     best,
     candidates,

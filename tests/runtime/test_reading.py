@@ -13,8 +13,7 @@ from dovetail.runtime.costs.reading import FIRST_ROWS, ReadingCosts, reading_ord
 from dovetail.runtime.engine.reading import LATENCY, observe_pass, share
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.fleet.peers import Pass, Worker
-from dovetail.runtime.fleet.scheduler import Turns
-from dovetail.runtime.fleet.sharing import Rest
+from dovetail.runtime.fleet.scheduler import Rest, Turns
 
 
 def test_rows_are_few_until_their_cost_is_known() -> None:

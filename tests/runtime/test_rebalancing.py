@@ -10,7 +10,15 @@ import pytest
 from dovetail.protocol.codec import REPLY
 from dovetail.protocol.messages import Emitted, Open
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.moves.gains import LEAST_GAIN, WORTH, Gain, Price, Seat, TargetLoad, best_move
+from dovetail.runtime.moves.rebalancing import (
+    LEAST_GAIN,
+    WORTH,
+    Gain,
+    Price,
+    Seat,
+    TargetLoad,
+    best_move,
+)
 from dovetail.runtime.session.actions import Ask
 from dovetail.runtime.session.draft_sync import Joining
 from dovetail.runtime.session.state import State

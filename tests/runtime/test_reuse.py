@@ -15,7 +15,7 @@ from dovetail.protocol.messages import Failed, Feed, Finished, Limits, Open, Rea
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.fleet.prefix_cache import MAX_KEPT, WORTH, PrefixCache, bases, common_tokens
-from dovetail.runtime.session.kept import Base, Kept, pack
+from dovetail.runtime.session.request import Base, Kept, pack
 from support.houses import DYNAMIC, House, pumped
 from support.scripted import (
     READS,

@@ -29,8 +29,7 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.protocol.settings import MAX_GAMMA, Sampling, TreeSettings
-from dovetail.runtime.fleet.scheduler import Owed, Turns
-from dovetail.runtime.fleet.sharing import Rest
+from dovetail.runtime.fleet.scheduler import Owed, Rest, Turns
 from dovetail.workers.speculation.rejection import CANDIDATES
 
 

@@ -27,8 +27,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.session.actions import Ask, Emit, Finish, NextRound, Score
-from dovetail.runtime.session.draft_sync import DraftSync, Joining
-from dovetail.runtime.session.features import UnreadableFeatures
+from dovetail.runtime.session.draft_sync import DraftSync, Joining, UnreadableFeatures
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State

@@ -222,5 +222,5 @@ class Server:
     @property
     def next_round_s(self) -> float:
         """Return the seconds of a round with one session more, which placement goes by: they are
-        taken to be proportional to the sessions, as in `runtime/fleet/rates.py`."""
+        taken to be proportional to the sessions, as in `runtime/fleet/placement.py`."""
         return (self.sessions + 1) * self.profile.rounds_s[1]
