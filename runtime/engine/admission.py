@@ -4,7 +4,7 @@ import logging
 
 from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import DecodeError, RequestError, StaleError
-from dovetail.protocol.messages import MAX_STRIKES, Engage, Event, Failed, Hello, Welcome
+from dovetail.protocol.messages import MAX_STRIKES, Engage, Event, Hello, Welcome
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.faults import refusal
@@ -111,11 +111,10 @@ class Admission:
         """Send a peer the reason for refusing or ignoring it."""
         self._dropped.refused += 1
         log.warning("refused: %s", error)
-        self._post.to_peer(peer, refusal(self._service.epoch, error))
+        self._post.reaches(peer, refusal(self._service.epoch, error))
 
     def _fail(self, peer: bytes, code: str, text: str) -> None:
-        said = {"epoch": self._service.epoch, "code": code, "text": text}
-        self._post.to_peer(peer, Failed.model_validate(said))
+        self._post.reaches(peer, refusal(self._service.epoch, RequestError(code, text)))
 
     def let_go_if_revoked(self, worker: Worker) -> bool:
         """Notify a worker whose key was revoked or lost its role. Return False if its key is valid,
@@ -123,12 +122,8 @@ class Admission:
         key = self._hub.user(worker.peer)
         if key is None or not key.public or key.may_be(worker.hello.roles):
             return False
-        farewell = Failed(
-            epoch=self._service.epoch,
-            code="session",
-            text="the coordinator no longer allows the key of this worker",
-        )
-        self._hub.turn_away(worker.peer, encode(farewell))
+        revoked = RequestError("session", "the coordinator no longer allows the key of this worker")
+        self._hub.turn_away(worker.peer, encode(refusal(self._service.epoch, revoked)))
         return True
 
     def let_revoked_go(self) -> None:

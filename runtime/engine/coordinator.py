@@ -196,10 +196,6 @@ class Coordinator:
             self._receive(peer, frames, self.now_ns())
         self._record(lambda recorder: recorder.settle())
 
-    def hear(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Handle a message that arrived before this coordinator started."""
-        self._receive(peer, frames, self.now_ns())
-
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
         """Handle one message; an error affects only the session or request that it is about."""
         worker, client = self.registry.workers.get(peer), self.registry.clients.get(peer)

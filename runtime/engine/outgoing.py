@@ -154,18 +154,9 @@ class Outgoing:
                 log.debug("%s", error)
             del self._farewells[peer]
 
-    def to_peer(self, peer: bytes, message: Message) -> bool:
-        """Send a message to a peer that may not be registered; return whether it was sent."""
-        try:
-            self._hub.send(peer, encode(message))
-        except LinkError as error:
-            log.debug("a reply to peer %s was not delivered: %s", peer.hex()[:12], error)
-            return False
-        return True
-
     def reaches(self, peer: bytes, message: Message) -> bool:
-        """Return whether a peer is still connected, by sending to it; a full queue counts as
-        connected."""
+        """Send a message to a peer that may not be registered; return whether the peer is still
+        connected, also if its queue is full and the message is lost."""
         try:
             self._hub.send(peer, encode(message))
         except PeerBusy:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import ParamSpec
 
-from dovetail.protocol.messages import Drain, Failed, Probe, Welcome
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Drain, Probe, Welcome
 from dovetail.runtime.engine.admission import LOST_KEY, Admission
 from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.faults import aside, fault, refusal
@@ -43,6 +44,7 @@ class Peers:
         self._census, self._placement, self._moving = shared.census, shared.placement, shared.moving
         self._changes, self._failing, self._tally = shared.changes, shared.failing, shared.tally
         self._settings, self._now_ns = shared.settings, shared.now_ns
+        self._running = shared.running
         self._post, self._admission, self._sessions = post, admission, sessions
         self._dispatch, self._status, self._claims = dispatch, status, claims
         self._decide = decide
@@ -51,7 +53,7 @@ class Peers:
 
     def admitted(self, worker: Worker) -> None:
         """Probe an admitted worker, and let it serve sessions unless it is on standby."""
-        for running in [*self._sessions.all]:
+        for running in [*self._running.values()]:
             self._sessions.attempt(running, partial(running.heard_of, worker))
         worker.turns.cut = partial(self._dispatch.cut, worker)
         worker.turns.hold = partial(self._dispatch.holds, worker)
@@ -76,7 +78,7 @@ class Peers:
         log.log(level, "%s worker %s %s", "/".join(worker.hello.roles), worker.whereabouts, why)
         if worker.plays("draft") and worker.serves:
             self._status.draft_lost(worker, why)
-            for running in self._sessions.all:
+            for running in self._running.values():
                 if running.draft is worker:
                     note_failure(running, worker, f"it {why}", self._now_ns())
         self._failing.forget(worker)
@@ -103,7 +105,7 @@ class Peers:
         self._registry.clients.pop(client.peer, None)
         aside(self._changes.client_lost, client)
         for number in list(client.sessions.values()):
-            if (running := self._sessions.get(number)) is not None:
+            if (running := self._running.get(number)) is not None:
                 self._tally.ended["cancelled"] += 1
                 self._sessions.drop(running)
 
@@ -124,13 +126,9 @@ class Peers:
         self._tally.let_go += 1
         requests = sorted(client.outbox.requests | {*client.sessions} | {*client.reading})
         self.client_lost(client)
-        farewell = [
-            Failed(epoch=self._service.epoch, session=request, code="session", text=words)
-            for request in requests
-        ]
-        self._post.see_off(
-            client.peer, [*farewell, Failed(epoch=self._service.epoch, code="session", text=words)]
-        )
+        dropped, epoch = RequestError("session", words), self._service.epoch
+        farewell = [refusal(epoch, dropped, request) for request in (*requests, None)]
+        self._post.see_off(client.peer, farewell)
 
     def look_around(self) -> None:
         """Find out which peers have disconnected, by sending to all of them."""
@@ -173,14 +171,8 @@ class Peers:
     def lose(self, worker: Worker, why: str) -> None:
         """Treat a connected worker as lost: it must drop its sessions and register again."""
         self._decide(f"{worker.whereabouts} {why}: it is considered lost")
-        self._post.to_peer(
-            worker.peer,
-            Failed(
-                epoch=self._service.epoch,
-                code="session",
-                text=f"this worker {why}: send Hello again",
-            ),
-        )
+        anew = RequestError("session", f"this worker {why}: send Hello again")
+        self._post.reaches(worker.peer, refusal(self._service.epoch, anew))
         self.worker_lost(worker, why)
 
     def let_go(self, worker: Worker) -> None:
@@ -196,7 +188,7 @@ class Peers:
     def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
         """Report an internal error in a client's request; None: it was a query."""
         running = (
-            self._sessions.get(client.sessions.get(request, 0)) if request is not None else None
+            self._running.get(client.sessions.get(request, 0)) if request is not None else None
         )
         if running is not None:
             self._sessions.broken(running, error)

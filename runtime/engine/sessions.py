@@ -3,7 +3,7 @@ error in one session ends it with one message, without effect on others."""
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -58,15 +58,6 @@ class Sessions:
         self._dispatch, self._post = dispatch, post
         self._begun = begun
         self._unsettled: deque[RunningRequest] = deque()
-
-    @property
-    def all(self) -> Collection[RunningRequest]:
-        """All sessions, including trials."""
-        return self._running.values()
-
-    def get(self, number: int) -> RunningRequest | None:
-        """Return the session of this number, if it runs."""
-        return self._running.get(number)
 
     def start(self, running: RunningRequest) -> None:
         """Begin a session."""

@@ -35,6 +35,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.engine.acts import Acts
+from dovetail.runtime.engine.faults import refusal
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
@@ -134,34 +135,24 @@ class Trials:
 
     def begin(self, trial: Trial) -> None:
         """Run a trial, and receive its messages as the client."""
-        target, draft = (
-            self._registry.workers.get(trial.target),
-            self._registry.workers.get(trial.draft or b""),
-        )
-        if target is None or (trial.draft is not None and draft is None):
-            self._ended.append(
-                (
-                    trial.name,
-                    Failed(epoch=self._epoch, code="worker_lost", text="its partner disconnected"),
-                    False,
-                )
-            )
-            return
-        submit = Submit(
-            epoch=self._epoch,
-            request=0,
-            tokens=trial_tokens(target),
-            sampling=Sampling(temperature=1.0),
-            max_tokens=TRIAL_TOKENS,
-            seed=TRIAL_SEED,
-            end=(),
-            tree=TRIAL_TREE,
-        )
+        target = self._registry.workers.get(trial.target)
+        draft = self._registry.workers.get(trial.draft or b"")
         try:
+            if target is None or (trial.draft is not None and draft is None):
+                raise RequestError("worker_lost", "its partner disconnected")
+            submit = Submit(
+                epoch=self._epoch,
+                request=0,
+                tokens=trial_tokens(target),
+                sampling=Sampling(temperature=1.0),
+                max_tokens=TRIAL_TOKENS,
+                seed=TRIAL_SEED,
+                end=(),
+                tree=TRIAL_TREE,
+            )
             running = self.session(submit, target, draft, partial(self._hear, trial.name, draft))
         except RequestError as error:
-            said = {"epoch": self._epoch, "code": error.code, "text": str(error)}
-            self._ended.append((trial.name, Failed.model_validate(said), False))
+            self._ended.append((trial.name, refusal(self._epoch, error), False))
             return
         self._running[trial.name] = running
         self._acts.start(running)

@@ -27,9 +27,14 @@ from dovetail.protocol.messages import (
     MAX_CANDIDATES,
     Close,
     Drafted,
+    Feed,
     FinishReason,
+    Open,
     Opened,
+    Prefilled,
+    Refed,
     Refeed,
+    Scored,
     TokenLogprobs,
     VerifiedItem,
     Verify,
@@ -37,12 +42,11 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.control.rounds import Plan
-from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note
+from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note, Score
 from dovetail.runtime.session.draft_sync import DraftSync, Joining, UnreadableFeatures
 from dovetail.runtime.session.logprobs import check_logprobs
-from dovetail.runtime.session.opening import OpeningSession
-from dovetail.runtime.session.request import Base, Request
-from dovetail.runtime.session.state import NO_TREE, State
+from dovetail.runtime.session.request import Base, Request, for_draft
+from dovetail.runtime.session.state import NO_TREE, SessionState, State
 from dovetail.runtime.telemetry.metrics import RoundFacts, RoundTimes
 
 
@@ -88,13 +92,105 @@ def _check_probabilities(event: Drafted) -> None:
         )
 
 
-class Session(OpeningSession):
+class Session(SessionState):
     """Drives one request through its rounds; every event is a method that returns the resulting
     actions."""
 
     def begin(self) -> list[Action]:
-        """Open the session on its workers; end it if its reply is already complete."""
-        return super().begin() if self.over is None else self._finish(self.over)
+        """Open the session on its workers; end it if its reply was complete already."""
+        if self.over is not None:
+            return self._finish(self.over)
+        asks: list[Action] = [self._open_target()]
+        return [*asks, self._open_draft(self.length, self.round)] if self.speculating else asks
+
+    def base_refused(self, role: str) -> list[Action]:
+        """Have a worker prefill everything, since it lacks the rows of its base. A draft that reads
+        its target keeps the features of its base, so those of the same positions are requested as
+        before."""
+        if role == "target":
+            self.target_base = None
+            return [self._open_target()]
+        assert self.draft_sync is not None
+        self.draft_sync.base = None
+        return [self._open_draft(self.draft_sync.tokens, self.draft_sync.round)]
+
+    def _open(self, tokens: int, round: int) -> Open:
+        return self.request.open_command(
+            self.request.log(self.tokens, tokens),
+            epoch=self.epoch,
+            session=self.number,
+            round=round,
+            reads=self.draft_sync.reads if self.draft_sync is not None else None,
+        )
+
+    def _open_target(self) -> Ask:
+        """Have the target prefill the log. It returns the features that the draft lacks, including
+        those of the root, which otherwise come with a verdict."""
+        self._features.forget_root()
+        features_from = None
+        if self.draft_sync is not None and self.draft_sync.reads is not None:
+            self._features.next = features_from = self.shown_from
+        command = self.request.for_target(
+            self._open(self.length, self.round),
+            self.target_base,
+            features_from=features_from,
+            begun=bool(self.tokens),
+        )
+        return Ask("target", command)
+
+    def _open_draft(self, tokens: int, round: int) -> Ask:
+        """Have the draft prefill this many tokens of the log; `round`: the one that ended with the
+        token after them."""
+        base = self.draft_sync.base if self.draft_sync is not None else None
+        return Ask("draft", for_draft(self._open(tokens, round), base))
+
+    def prefilled(self, event: Prefilled) -> list[Action]:
+        """Pass on features of the draft's part of the log from the target to the draft."""
+        waits = self.state is State.OPENING or self._features.recomputing
+        if event.round != self.round or not waits:
+            raise StaleError(
+                f"session {self.number} was not waiting for features in round {event.round}"
+            )
+        if self.draft_sync is None:
+            return []
+        fed = self._features.take(event, self.draft_sync, self.length)
+        if fed is None:
+            return []
+        start, features = fed
+        command = Feed(
+            epoch=self.epoch,
+            session=self.number,
+            round=self.draft_sync.round,
+            start=start,
+            features=features,
+        )
+        return [Ask("draft", command)]
+
+    def refed(self, event: Refed) -> list[Action]:
+        """Note that the target has computed the features of everything that the draft was opened
+        with."""
+        if not self._features.recomputing or event.round != self.round:
+            raise StaleError(
+                f"session {self.number} was not waiting for features in round {event.round}"
+            )
+        self._features.recomputing = False
+        if self.draft_sync is not None and not self.draft_sync.complete:
+            raise ProtocolError(
+                f"features of {self.draft_sync.fed} tokens where {self.draft_sync.tokens} were "
+                "asked for"
+            )
+        return []
+
+    def scored(self, event: Scored) -> list[Action]:
+        """Handle the target's log-probabilities of a part of the prompt; from a second target,
+        those that the first had not sent are passed on."""
+        if self.state is not State.OPENING or event.round != self.round:
+            raise StaleError(
+                f"session {self.number} was not waiting for scores of position {event.start}"
+            )
+        expected = self.request.scored and not self.tokens
+        told = self._scores.take(event, self.request, expected=expected)
+        return [] if told is None else [Score(*told)]
 
     def opened(self, event: Opened, now_ns: int, times: RoundTimes | None = None) -> list[Action]:
         """Handle the first token of a target that has prefilled the prompt, or the token of another

@@ -14,7 +14,6 @@ from dovetail.runtime.fleet.outbox import Outbox
 from dovetail.runtime.fleet.scheduler import Owed, Turns
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.session.draft_sync import DraftSync
-from dovetail.runtime.session.opening import OpeningSession
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
 
@@ -82,7 +81,7 @@ def _cancel_forgotten(right: Any) -> Any:
 
 
 def _log_too_short(right: Any) -> Any:
-    def opened(self: OpeningSession, tokens: int, round: int) -> Any:
+    def opened(self: Session, tokens: int, round: int) -> Any:
         return right(self, tokens - 1 if self.tokens and tokens == self.length else tokens, round)
 
     return opened
@@ -135,9 +134,7 @@ MUTANTS = (
     Mutant(
         "a cancel is forgotten while a prompt is read", ClientRequests, "take", _cancel_forgotten
     ),
-    Mutant(
-        "another target reads a log without its last token", OpeningSession, "_open", _log_too_short
-    ),
+    Mutant("another target reads a log without its last token", Session, "_open", _log_too_short),
     Mutant("a draft is not told of rounds without it", DraftSync, "committed", _untold),
     Mutant("what a full queue refuses is dropped", Outbox, "send", _drops_what_is_refused),
     Mutant("of two lost workers one is parted with", Peers, "part", _only_the_first),
