@@ -376,9 +376,7 @@ class Crowd:
     def __init__(self) -> None:
         self.on_off = OnOff(Experience(), many=True)
         self.tokens, self.seconds = Average(), Average()  # means of a round while drafting is on
-        self.care = (
-            1.0  # factor on the value of a second, so that no session pays for the gains of others
-        )
+        self.care = 1.0  # factor on the value of a second, so that none pays for others' gains
         self._undrafted = Average(UNDRAFTED_PASSES)
         """Mean seconds of rounds without drafting, with mean `_rows` and `_context`."""
         self._rows, self._context = Average(UNDRAFTED_PASSES), Average(UNDRAFTED_PASSES)

@@ -38,18 +38,18 @@ class Rest:
 
     command: Open | Refeed  # the command that started the prefill
     done: int
-    """Rows of the log that have been prefilled; -1: not known, since the command was not sent
+    """Rows of the log that have been prefilled; -1: unknown, because the command was not sent
     yet."""
 
     @property
     def rows(self) -> int:
-        """The number of rows of the log to prefill in all."""
+        """The total number of rows of the log to prefill."""
         command = self.command
         return len(command.prompt) if isinstance(command, Open) else command.prefix - 1
 
     @property
     def left(self) -> int:
-        """The number of unread rows, as far as known."""
+        """The number of unread rows, if known."""
         return self.rows - max(self.done, 0)
 
     def item(self, rows: int) -> ReadItem:
@@ -61,14 +61,14 @@ class Rest:
 
 
 def alike(orders: Mapping[int, Draft]) -> dict[int, Draft]:
-    """Return by session the commands whose features are of the first's type and width, or none."""
+    """Return, by session, the commands whose features have the first's type and width, or none."""
     kinds = {s: (f.dtype, f.shape[1:]) for s, o in orders.items() if (f := o.features) is not None}
     kind = next(iter(kinds.values()), None)
     return {s: order for s, order in orders.items() if kinds.get(s, kind) == kind}
 
 
 def drawn_from(command: Verify) -> int:
-    """Return the number of tokens that each child was drawn from; 0: none was drawn."""
+    """Return the number of tokens from which each child was drawn; 0: none was drawn."""
     return command.candidates.shape[1] if command.candidates else 0
 
 

@@ -5,20 +5,18 @@ Status, once per scrape; the latencies of clients are measured in this process. 
 """
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
+from prometheus_client import (
+    CollectorRegistry,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from dovetail.protocol.messages import KeyWaits, Reported
 
@@ -38,47 +36,14 @@ BETWEEN_TOKENS_S = _bounds(
 WHOLE_S = _bounds("0.1 0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960")
 
 
-class Counts:
-    """Counts of durations between bounds, and the sum of all of them."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self._bounds, seconds)] += 1
-        self.sum_s += seconds
-
-
-class Times(Collector):
-    """A histogram per model, without the library's lock and search for every chunk."""
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
-        self._name, self._text, self._bounds = name, text, bounds
-        self._counts: dict[str, Counts] = {}
-
-    def of(self, model: str) -> Counts:
-        return self._counts.setdefault(model, Counts(self._bounds))
-
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._name, self._text, labels=("model_name",))
-        for model, found in self._counts.items():
-            bounds = (*map(floatToGoString, self._bounds), "+Inf")
-            family.add_metric(
-                (model,), [*zip(bounds, accumulate(found.counts), strict=True)], found.sum_s
-            )
-        yield family
-
-
 @dataclass
 class ReplyWatch:
     """Measures the times of one reply as its client sees them."""
 
     began_s: float
-    first: Counts
-    between: Counts
-    whole: Counts
+    first: Histogram
+    between: Histogram
+    whole: Histogram
     last_s: float | None = None
 
     def tokens(self, count: int) -> None:
@@ -102,21 +67,20 @@ class Exposition:
         self._registry = CollectorRegistry()
         self._state = _State()
         self._registry.register(self._state)
-        self._first = Times(
+        disable_created_metrics()  # vLLM has none
+        self._first = self._times(
             "vllm:time_to_first_token_seconds",
             "From a request's arrival to its first token.",
             FIRST_TOKEN_S,
         )
-        self._between = Times(
+        self._between = self._times(
             "vllm:inter_token_latency_seconds", "Time between tokens, per token.", BETWEEN_TOKENS_S
         )
-        self._whole = Times(
+        self._whole = self._times(
             "vllm:e2e_request_latency_seconds",
             "From a request's arrival to its last token.",
             WHOLE_S,
         )
-        for times in (self._first, self._between, self._whole):
-            self._registry.register(times)
         self._answering = Gauge(
             "dovetail_http_requests",
             "HTTP requests that are being answered.",
@@ -126,10 +90,16 @@ class Exposition:
             "dovetail_http_connections", "HTTP connections that are open.", registry=self._registry
         )
 
+    def _times(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        return Histogram(name, text, ("model_name",), buckets=bounds, registry=self._registry)
+
     def watch(self, model: str, began_s: float) -> "ReplyWatch":
         """Return a stopwatch for a reply of this model to a request that arrived then."""
         return ReplyWatch(
-            began_s, self._first.of(model), self._between.of(model), self._whole.of(model)
+            began_s,
+            self._first.labels(model),
+            self._between.labels(model),
+            self._whole.labels(model),
         )
 
     def text(

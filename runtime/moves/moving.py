@@ -26,7 +26,7 @@ log = logging.getLogger("dovetail.coordinator")
 
 MARGIN_S = 30.0
 LOADS = 2.0  # seconds to wait for a restarted target, plus this multiple of its loading time
-MOST_LOOKED_AT = 8  # waiting sessions that are looked at after every event; others now and then
+MOST_LOOKED_AT = 8  # waiting sessions that are checked after every event; others less often
 
 
 class Moving:
@@ -132,7 +132,7 @@ class Moving:
             f"the target worker {running.target.whereabouts} {why} after "
             f"{len(running.session.tokens)} tokens",
         )
-        running.target.sessions -= 1  # belongs to the loss, whatever happens next
+        running.target.sessions -= 1  # this time belongs to the loss
         running.interrupted(now_ns)
         self._acts.forget_on(running.target, running)
         self._acts.perform(running, running.give(running.session.target_lost))
@@ -205,7 +205,7 @@ class Moving:
         if running.doomed:
             text = (
                 f"{running.loss.words}, and {len(running.losses)} in a row were lost without a "
-                "token in between: find out why targets that read this request end"
+                "token in between: find out why targets end while reading this request"
             )
             return RequestError("worker_lost", text)
         if self._now_ns() - running.loss.since_ns < self._patience_s(running) * 1e9:
@@ -220,7 +220,7 @@ class Moving:
                 "continue on others with coordinator.move = 'any'"
             )
         else:
-            text = f"and within {waited} no other was free: start another and ask again"
+            text = f"and within {waited} no other was free: start one and send the request again"
         return RequestError("worker_lost", f"{running.loss.words}, {text}")
 
     def _patience_s(self, running: RunningRequest) -> float:

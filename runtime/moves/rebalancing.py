@@ -25,15 +25,15 @@ from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Tally
 
-WORTH = 2.0  # least ratio of what a move saves to what it costs: both are predictions
+WORTH = 2.0  # least ratio of a move's saving to its cost, since both are predictions
 LEAST_GAIN = 0.05
-"""Least share of both targets' remaining seconds that a move saves: noise moves nothing."""
-LEAST_S = 0.5  # seconds that a move must save at least, to be noticeable
+"""A move must save this share of both targets' remaining seconds, so that noise causes none."""
+LEAST_S = 0.5  # least saving of a move in seconds, to be noticeable
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A session on its target, and the requirements of moving it."""
+    """A session on its target, with the figures that decide on a move."""
 
     session: int
     rounds: float  # rounds that it may still need
@@ -50,7 +50,7 @@ class TargetLoad:
     seats: Sequence[Seat] = ()
 
     def left_s(self, more: float = 0.0, sessions: int = 0) -> float:
-        """Return the remaining seconds of all sessions if this many join and `more` rounds go."""
+        """Return the remaining seconds of all sessions if this many join with `more` rounds."""
         count = len(self.seats) + sessions
         if not count:
             return 0.0
@@ -63,7 +63,7 @@ class Price:
 
     reading_s: float
     """Seconds that the new target takes to prefill the log, which delay each session there."""
-    pause_s: float  # seconds in which the session that moves gets no token
+    pause_s: float  # seconds in which the moving session gets no token
     lag_s: float = 0.0  # seconds until the move, in which the session continues where it is
 
 
@@ -76,7 +76,7 @@ class Gain:
     new: bytes
     saved_s: float  # seconds saved by all sessions of both targets together
     cost_s: float
-    rate: float  # predicted tokens a second where the session is; `new_rate`: there
+    rate: float  # predicted tokens per second on the present target; `new_rate`: on the new one
     new_rate: float
 
 

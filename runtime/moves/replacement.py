@@ -51,7 +51,7 @@ COMMON = 1024
 PLACES = (0.5, 0.625, 0.75)
 TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
 TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
-"""A policy that every kind of draft supports, and that drafts whether it pays off or not."""
+"""A policy that every kind of draft supports, and that drafts even at a loss."""
 
 
 TrialName = Literal["alone", "drafted", "before"]
@@ -109,7 +109,7 @@ class Trials:
 
     def plan(self, newcomer: Worker, role: Role, old: Worker | None) -> list[Trial]:
         """Return a newcomer's trials: as a draft for the present target; as a target alone, with
-        the draft, and against its equal."""
+        the draft, and compared with a target of equal fingerprint."""
         if role == "draft":
             target = self._placement.target(
                 lambda target: self._placement.goes_with(newcomer, target)
@@ -170,7 +170,7 @@ class Trials:
         return self._placement.try_out(ours, submit, target, draft, request, self._now_ns())
 
     def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
-        """Receive a trial's message; a draft lost meanwhile has not failed."""
+        """Receive a trial's message; a draft that was lost meanwhile has not failed."""
         self._heard = True
         if isinstance(message, Finished | Failed):
             draft_sync, gone = (

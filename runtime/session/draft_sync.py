@@ -118,7 +118,7 @@ class DraftSync:
 
 
 class UnreadableFeatures(ProtocolError):
-    """The features of a verdict are not what the draft reads; the verdict itself may be right."""
+    """The features of a verdict do not fit the draft; the verdict itself may be valid."""
 
 
 def features_of_items(event: Verified) -> Sequence[Array | None]:
@@ -149,15 +149,15 @@ class FeatureRows:
         return stack(self._root) if self._root else None
 
     def forget_root(self) -> None:
-        """Drop the rows beyond the draft's part of the log: they come again."""
+        """Drop the rows beyond the draft's part of the log: they will be sent again."""
         self._root = []
 
     def take(
         self, event: Prefilled, draft_sync: DraftSync, length: int
     ) -> tuple[int, Array] | None:
         """Return the position and the rows to feed to the draft; None if it was not opened with any
-        of them. `length`: tokens of the log. Raises `ProtocolError` if the rows are not those that
-        the draft reads, `StaleError` if they came before."""
+        of them. `length`: tokens of the log. Raises `ProtocolError` if the rows do not fit the
+        draft, `StaleError` if they have already arrived."""
         features, start = event.features, event.start
         if start < self.next:
             raise StaleError(

@@ -13,17 +13,17 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class Base:
-    """The session whose cache another one reuses, and how many of its tokens."""
+    """The session whose cache another one reuses, and the number of reused tokens."""
 
     session: int
     tokens: int
     shared: bool = False
-    """True if the base stays as it is, running or kept; False if it was kept and is used up."""
+    """True if the base stays unchanged, running or kept; False if it was kept and is taken over."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A session, ended or running: its packed log, and the rows that the worker has."""
+    """A session, ended or running: its packed log, and the worker's rows of it."""
 
     session: int
     log: bytes
@@ -31,8 +31,8 @@ class Kept:
     tokens: int
     """Tokens that the worker may have in its log, including some beyond the end of the reply."""
     owner: str = ""
-    """The owner of the request: no other owner may reuse it, or learn how much of a prompt was sent
-    before."""
+    """The owner of the request: no other owner may reuse it, or find out how much of a prompt was
+    sent before."""
 
 
 def pack(tokens: Sequence[int]) -> bytes:

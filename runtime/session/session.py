@@ -104,9 +104,9 @@ class Session(SessionState):
         return [*asks, self._open_draft(self.length, self.round)] if self.speculating else asks
 
     def base_refused(self, role: str) -> list[Action]:
-        """Have a worker prefill everything, since it lacks the rows of its base. A draft that reads
-        its target keeps the features of its base, so those of the same positions are requested as
-        before."""
+        """Make a worker prefill everything, since it lacks the rows of its base. Features are
+        requested for the same positions as before, since a draft that reads its target keeps those
+        of its base."""
         if role == "target":
             self.target_base = None
             return [self._open_target()]
@@ -124,8 +124,8 @@ class Session(SessionState):
         )
 
     def _open_target(self) -> Ask:
-        """Have the target prefill the log. It returns the features that the draft lacks, including
-        those of the root, which otherwise come with a verdict."""
+        """Make the target prefill the log. It returns the features that the draft lacks, including
+        those of the root, which a verdict would otherwise bring."""
         self._features.forget_root()
         features_from = None
         if self.draft_sync is not None and self.draft_sync.reads is not None:
@@ -139,13 +139,13 @@ class Session(SessionState):
         return Ask("target", command)
 
     def _open_draft(self, tokens: int, round: int) -> Ask:
-        """Have the draft prefill this many tokens of the log; `round`: the one that ended with the
-        token after them."""
+        """Make the draft prefill this many tokens of the log; `round`: the one completed by the
+        next token."""
         base = self.draft_sync.base if self.draft_sync is not None else None
         return Ask("draft", for_draft(self._open(tokens, round), base))
 
     def prefilled(self, event: Prefilled) -> list[Action]:
-        """Pass on features of the draft's part of the log from the target to the draft."""
+        """Send the draft the target's features of the draft's part of the log."""
         waits = self.state is State.OPENING or self._features.recomputing
         if event.round != self.round or not waits:
             raise StaleError(
@@ -167,8 +167,7 @@ class Session(SessionState):
         return [Ask("draft", command)]
 
     def refed(self, event: Refed) -> list[Action]:
-        """Note that the target has computed the features of everything that the draft was opened
-        with."""
+        """Note that the target has computed all features of the draft's opening log."""
         if not self._features.recomputing or event.round != self.round:
             raise StaleError(
                 f"session {self.number} was not waiting for features in round {event.round}"
@@ -176,13 +175,13 @@ class Session(SessionState):
         self._features.recomputing = False
         if self.draft_sync is not None and not self.draft_sync.complete:
             raise ProtocolError(
-                f"features of {self.draft_sync.fed} tokens where {self.draft_sync.tokens} were "
-                "asked for"
+                f"features of {self.draft_sync.fed} tokens, but {self.draft_sync.tokens} were "
+                "requested"
             )
         return []
 
     def scored(self, event: Scored) -> list[Action]:
-        """Handle the target's log-probabilities of a part of the prompt; from a second target,
+        """Handle the target's log-probabilities of a part of the prompt; of a second target's, only
         those that the first had not sent are passed on."""
         if self.state is not State.OPENING or event.round != self.round:
             raise StaleError(
