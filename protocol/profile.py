@@ -91,20 +91,15 @@ class Entry(Frozen):
         new = {(c.n, c.k, c.rows): c for c in (*self.linears, *linears)}
         return self.model_copy(update={"linears": tuple(new.values())})
 
-    def with_calibration(self, calibration: Calibration) -> "Entry":
-        """Return the entry with this calibration in place of that of the same back end."""
-        others = tuple(c for c in self.calibrations if c.backend != calibration.backend)
-        return self.model_copy(update={"calibrations": (*others, calibration)})
-
-    def with_reading(self, reading: ReadingCosts) -> "Entry":
-        """Return the entry with this prefill time in place of that of the same device."""
-        others = tuple(r for r in self.readings if r.device != reading.device)
-        return self.model_copy(update={"readings": (*others, reading)})
-
-    def with_device(self, costs: DeviceCosts) -> "Entry":
-        """Return the entry with these costs in place of those of the same device."""
-        others = tuple(d for d in self.devices if d.device != costs.device)
-        return self.model_copy(update={"devices": (*others, costs)})
+    def having(self, costs: Calibration | ReadingCosts | DeviceCosts) -> "Entry":
+        """Return the entry with these costs in place of those of the same back end or device."""
+        name, by = {
+            Calibration: ("calibrations", "backend"),
+            ReadingCosts: ("readings", "device"),
+            DeviceCosts: ("devices", "device"),
+        }[type(costs)]
+        others = (one for one in getattr(self, name) if getattr(one, by) != getattr(costs, by))
+        return self.model_copy(update={name: (*others, costs)})
 
     def with_levels(self, levels: ContextCurve) -> "Entry":
         """Return the entry with this t_D."""
@@ -151,37 +146,21 @@ class Profile(Frozen):
         """Return what is known under a key; an empty entry if nothing is."""
         return next((entry for entry in self.entries if entry.key == key), Entry(key=key))
 
-    def with_entry(self, entry: Entry) -> "Profile":
-        """Return the profile with this entry in place of that with the same key."""
-        return self.model_copy(
-            update={"entries": (*(e for e in self.entries if e.key != entry.key), entry)}
-        )
-
-    def with_nodes(self, times: NodeTimes) -> "Profile":
-        """Return the profile with these times in place of those of the same key."""
-        return self.model_copy(
-            update={"nodes": (*(n for n in self.nodes if n.key != times.key), times)}
-        )
+    def holding(self, found: Entry | NodeTimes | TypeTimes | DraftFall) -> "Profile":
+        """Return the profile with this in place of what it has under the same key; a fallback
+        without a reason only removes its predecessor."""
+        lists = {Entry: "entries", NodeTimes: "nodes", TypeTimes: "types", DraftFall: "falls"}
+        others = (one for one in getattr(self, lists[type(found)]) if one.key != found.key)
+        over = isinstance(found, DraftFall) and not found.why
+        return self.model_copy(update={lists[type(found)]: (*others, *(() if over else (found,)))})
 
     def types_of(self, key: Sequence[str]) -> TypeTimes | None:
         """Return the times of types under a key; None if they were not measured."""
         return next((times for times in self.types if times.key == tuple(key)), None)
 
-    def with_types(self, times: TypeTimes) -> "Profile":
-        """Return the profile with these times in place of those of the same key."""
-        return self.model_copy(
-            update={"types": (*(t for t in self.types if t.key != times.key), times)}
-        )
-
     def fall_of(self, key: Sequence[str]) -> str:
         """Return why a draft fell back to the CPU at its last start; empty if it did not."""
         return next((fall.why for fall in self.falls if fall.key == tuple(key)), "")
-
-    def with_fall(self, fall: DraftFall) -> "Profile":
-        """Return the profile with this fallback in place of its predecessor; without a reason, the
-        predecessor is removed."""
-        others = [f for f in self.falls if f.key != fall.key]
-        return self.model_copy(update={"falls": (*others, *([fall] if fall.why else []))})
 
 
 def load_profile(path: Path) -> Profile:
@@ -216,7 +195,7 @@ def update_profile(path: Path, key: ProfileKey, change: Callable[[Entry], Entry]
     """Replace the entry of `key` by `change(entry)` on disk, and return it; other entries stay,
     including those that another process has just written. `ProfileError` if the file cannot be
     written."""
-    found = rewrite_profile(path, lambda known: known.with_entry(change(known.find(key))))
+    found = rewrite_profile(path, lambda known: known.holding(change(known.find(key))))
     return found.find(key)
 
 

@@ -395,11 +395,11 @@ def _keep_target(
     profile: Path, key: object, calibration: Calibration, found: dict[str, Any]
 ) -> None:
     read, parts = found["reading"], found["device"]
-    _keep(profile, key, lambda entry: entry.with_calibration(calibration))
+    _keep(profile, key, lambda entry: entry.having(calibration))
     if read is not None:
-        _keep(profile, key, lambda entry: entry.with_reading(read_found(ReadingCosts, read)))
+        _keep(profile, key, lambda entry: entry.having(read_found(ReadingCosts, read)))
     if parts is not None:
-        _keep(profile, key, lambda entry: entry.with_device(read_found(DeviceCosts, parts)))
+        _keep(profile, key, lambda entry: entry.having(read_found(DeviceCosts, parts)))
 
 
 def _keep_nodes(target: TargetSettings, both: Sequence[dict[str, Any]]) -> None:
@@ -409,9 +409,9 @@ def _keep_nodes(target: TargetSettings, both: Sequence[dict[str, Any]]) -> None:
         return
     costs = [read_found(Calibration, found["calibration"]) for found in both]
     for found, calibration in zip(both, costs, strict=True):
-        _keep(profile, found["key"], partial(Entry.with_calibration, calibration=calibration))
+        _keep(profile, found["key"], partial(Entry.having, costs=calibration))
     times = node_times(target, read_topology(), *costs)
-    rewrite_profile(profile, lambda known: known.with_nodes(times))
+    rewrite_profile(profile, lambda known: known.holding(times))
 
 
 def _keep(profile: Path, key: object, change: Callable[[Entry], Entry]) -> None:

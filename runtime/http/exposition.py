@@ -67,7 +67,7 @@ class Exposition:
         self._registry = CollectorRegistry()
         self._state = _State()
         self._registry.register(self._state)
-        disable_created_metrics()  # vLLM has none
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # vLLM has none
         self._first = self._times(
             "vllm:time_to_first_token_seconds",
             "From a request's arrival to its first token.",

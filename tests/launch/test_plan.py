@@ -322,7 +322,7 @@ def test_overhead_and_limits_of_the_same_instruction_set_are_used_for_other_mode
     update_profile(
         tmp_path / "cache" / "dovetail" / "profile.json",
         key,
-        lambda entry: entry.with_calibration(calibration),
+        lambda entry: entry.having(calibration),
     )
     found = plan(*asked)
     assert found["origins"]["messages of a round"] == "12 ms (measured with another model)"

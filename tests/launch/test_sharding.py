@@ -86,7 +86,7 @@ def test_what_is_measured_decides_and_is_said(two: Topology, tmp_path: Path) -> 
         (0.030, 0.031, "auto", "on one memory node: a pass of 16 rows takes 30 ms"),
     ):
         times = node_times(TARGET, two, taking(alone), taking(sharded))
-        rewrite_profile(path, lambda known, times=times: known.with_nodes(times))
+        rewrite_profile(path, lambda known, times=times: known.holding(times))
         known = load_profile(path)
         assert len(known.nodes) == 1
         assert known_times(TARGET, two, known) == times
@@ -219,7 +219,7 @@ def test_a_plan_of_this_machine_spreads_a_target_by_what_was_measured_of_it_or_o
     def keep(weights: str, shards: int, threads: int, seconds: float) -> None:
         own = TargetSettings(model=str(DEMO_FOLDER / "target"), weights=weights)
         key = next(keys_of(own, shards, threads))
-        update_profile(file, key, lambda entry: entry.with_calibration(taking(seconds)))
+        update_profile(file, key, lambda entry: entry.having(taking(seconds)))
 
     def origin() -> str:
         return str(plan("--weights=fp32")["origins"][over])

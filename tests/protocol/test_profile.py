@@ -154,7 +154,7 @@ def test_a_file_that_says_nothing_of_experts_is_read() -> None:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "profile.json"
     entry = update_profile(
-        path, key(), lambda entry: entry.with_linears([choice()]).with_calibration(calibration())
+        path, key(), lambda entry: entry.with_linears([choice()]).having(calibration())
     )
     assert load_profile(path).find(key()) == entry
     assert entry.linears == (choice(),)
@@ -183,9 +183,9 @@ def test_what_is_measured_anew_takes_the_place_of_the_old() -> None:
     )
     assert [(c.rows, c.chosen) for c in entry.linears] == [(4, "onednn"), (64, "mkl")]
     entry = (
-        entry.with_calibration(calibration(first=1.0))
-        .with_calibration(calibration("library"))
-        .with_calibration(calibration(first=0.5))
+        entry.having(calibration(first=1.0))
+        .having(calibration("library"))
+        .having(calibration(first=0.5))
     )
     assert [(c.backend, c.t_v.seconds[0]) for c in entry.calibrations] == [
         ("library", 1.0),
@@ -209,9 +209,7 @@ def test_what_a_level_of_a_draft_takes_is_kept_beside_the_rest_and_a_file_withou
         tmp_path / "profile.json",
         ContextCurve(context=512, t_v=RowsSeconds(rows=(1, 8), seconds=(0.1, 0.2))),
     )
-    update_profile(
-        path, key(), lambda entry: entry.with_calibration(calibration()).with_levels(levels)
-    )
+    update_profile(path, key(), lambda entry: entry.having(calibration()).with_levels(levels))
     assert (load_profile(path).find(key()).levels, load_profile(path).find(key()).calibrations) == (
         levels,
         (calibration(),),
@@ -219,7 +217,7 @@ def test_what_a_level_of_a_draft_takes_is_kept_beside_the_rest_and_a_file_withou
     content = json.loads(path.read_text())
     del content["entries"][0]["levels"]
     path.write_text(json.dumps(content))
-    assert load_profile(path).find(key()) == Entry(key=key()).with_calibration(calibration())
+    assert load_profile(path).find(key()) == Entry(key=key()).having(calibration())
 
 
 def test_what_prompts_take_is_kept_for_each_device_and_a_file_without_it_is_read(
@@ -237,9 +235,7 @@ def test_what_prompts_take_is_kept_for_each_device_and_a_file_without_it_is_read
         path,
         key(),
         lambda entry: (
-            entry.with_reading(first.model_copy(update={"streamed": slow}))
-            .with_reading(second)
-            .with_reading(first)
+            entry.having(first.model_copy(update={"streamed": slow})).having(second).having(first)
         ),
     )
     assert load_profile(path).find(key()).readings == (second, first)
@@ -267,7 +263,7 @@ def test_what_layers_take_is_kept_for_each_device_and_a_file_without_it_is_read(
         )
 
     for one in (costs("cuda:0", 12.0), costs("cpu", 20.0), costs("cuda:0", 24.0)):
-        update_profile(path, key(), lambda entry, one=one: entry.with_device(one))  # type: ignore[misc]
+        update_profile(path, key(), lambda entry, one=one: entry.having(one))  # type: ignore[misc]
     assert load_profile(path).find(key()).devices == (costs("cpu", 20.0), costs("cuda:0", 24.0))
     content = json.loads(path.read_text())
     del content["entries"][0]["devices"]
@@ -343,7 +339,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 
 def test_the_file_is_json_that_a_person_can_read(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    update_profile(path, key(), lambda entry: entry.with_calibration(calibration()))
+    update_profile(path, key(), lambda entry: entry.having(calibration()))
     content = json.loads(path.read_text())
     assert content["entries"][0]["calibrations"][0]["t_v"] == {
         "rows": [1, 4, 8],

@@ -44,7 +44,7 @@ def test_what_was_measured_is_found_for_the_same_target_and_device(tmp_path: Pat
     )
     profile = tmp_path / "profile.json"
     costs = measure_device(own, device="cpu", threads=1, seconds=0.1)
-    update_profile(profile, next(keys_of(own)), lambda entry: entry.with_device(costs))
+    update_profile(profile, next(keys_of(own)), lambda entry: entry.having(costs))
     assert known_costs(own, profile, device="cpu").parts == costs
     assert known_costs(own, profile, device="cuda:0").parts is None
     assert known_costs(other, profile, device="cpu").parts is None

@@ -209,7 +209,7 @@ def test_what_calibrate_finds_of_prompts_is_known_to_a_worker_of_the_same_model(
     )
     assert reading.local.rows == reading.streamed.rows == (16, 64)
     update_profile(
-        path, ProfileKey.model_validate(found["key"]), lambda entry: entry.with_reading(reading)
+        path, ProfileKey.model_validate(found["key"]), lambda entry: entry.having(reading)
     )
     assert known_readings(settings.model_copy(update={"prefill": "auto"}), path) == (reading,)
     assert known_readings(settings.model_copy(update={"weights": "int8"}), path) == ()

@@ -51,7 +51,7 @@ def introduced(llama_folder: Path, tmp_path: Path) -> Callable[..., Hello]:
         update_profile(
             path,
             ProfileKey.model_validate({**key.model_dump(), **changes}),
-            lambda entry: entry.with_calibration(calibration),
+            lambda entry: entry.having(calibration),
         )
         return open_target_worker(settings, name="target", threads=1, profile=path).hello(1)
 

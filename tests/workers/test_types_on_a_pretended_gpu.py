@@ -104,7 +104,7 @@ def test_remembered_times_that_lack_a_type_are_measured_anew(
     with capable(8.1 + len(seconds) / 10):
         opened = open_device("pretended", 1)
         times = TypeTimes(key=weights._key(opened), seconds=seconds)
-        rewrite_profile(profile, lambda found: found.with_types(times))
+        rewrite_profile(profile, lambda found: found.holding(times))
         chosen_type(opened, "fp16", profile)
     (known,) = load_profile(profile).types
     assert known.key == times.key

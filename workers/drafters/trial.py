@@ -58,7 +58,7 @@ def fall_key(settings: DraftSettings, target: str, device: Device) -> tuple[str,
 def remember_fall(profile: Path | None, key: tuple[str, ...], why: str) -> None:
     """Note why a draft fell back to the CPU; empty: the GPU drafts."""
     if profile is not None and load_profile(profile).fall_of(key) != why:
-        rewrite_profile(profile, lambda known: known.with_fall(DraftFall(key=key, why=why)))
+        rewrite_profile(profile, lambda known: known.holding(DraftFall(key=key, why=why)))
 
 
 def try_out(worker: Opened) -> None:

@@ -168,7 +168,7 @@ def _times(device: Device, profile: Path | None) -> TypeTimes:
         if not _is_whole(known):
             return known
         if profile is not None:
-            rewrite_profile(profile, lambda found: found.with_types(known))
+            rewrite_profile(profile, lambda found: found.holding(known))
     _KNOWN[key] = known
     return known
 
