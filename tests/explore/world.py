@@ -26,7 +26,6 @@ READY_NS = 30 * S
 connect, a load, a restart, and a draft that is stuck."""
 TRIAL_NS = 30 * S
 """A change of workers over which the coordinator has failed is given up after so long."""
-AWAY_NS = S // 2  # so long after its death one of two coordinators is started again
 PATIENCE_NS = 300 * S
 Kinds = Mapping[str, type[ScriptedWorker]]
 CAREFUL: Kinds = {"target": CarefulTarget, "draft": CarefulDraft}  # the workers of each role

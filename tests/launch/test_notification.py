@@ -20,7 +20,6 @@ from support import stuck
 from support.patience import PATIENCE_S
 
 Start = Callable[..., "subprocess.Popen[str]"]
-Listen = Callable[[str], "Manager"]
 SILENCE_S = 1.0
 """A process that gets on would have said so five times meanwhile."""
 WATCHDOG_S = 0.8

@@ -223,17 +223,6 @@ SERVICE = of(
         ),
     }
 )
-STATEFUL_SET = of(
-    {
-        "apiVersion": one_of("apps/v1"),
-        "kind": one_of("StatefulSet"),
-        "metadata": of({"name": LABEL}),
-        "spec": of(
-            {"selector": of({"matchLabels": NAMED}), "serviceName": LABEL, "template": _pod},
-            {"replicas": NUMBER},
-        ),
-    }
-)
 
 
 def check_built(manifest: str, folder: Path) -> None:

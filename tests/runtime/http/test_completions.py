@@ -641,7 +641,6 @@ def test_the_document_names_every_error_and_no_other(server: Api) -> None:
 
 CHATTED = {"messages": MESSAGES, "max_tokens": 6}
 CONTINUED = {"prompt": "w5 w6", "max_tokens": 6}
-SCORED = {"logprobs": True, "top_logprobs": 2}
 MORE = {
     "dovetail": {"drafted": True},
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
