@@ -170,21 +170,15 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
     if target_size is not None and target.model:
         raise UserError(f"--target-size {target_size} replaces --target: leave one of the two out")
     if target_size is not None and machine is None:
-        raise UserError(
-            f"--target-size {target_size} needs --machine; for this machine name a --target"
-        )
+        remedy = "needs --machine; for this machine name a --target"
+        raise UserError(f"--target-size {target_size} {remedy}")
     if target.weights not in (*WEIGHT_BYTES, FILE, INT4):
-        raise UserError(
-            f"target.weights = {target.weights!r} is not planned with: use fp32, half, int8, int4 "
-            "or bf16"
-        )
+        remedy = "is not planned with: use fp32, half, int8, int4 or bf16"
+        raise UserError(f"target.weights = {target.weights!r} {remedy}")
     if machine is not None and (target.split.device or target.device != "cpu"):
         raise UserError(f"--machine {machine} has its own device: leave target's devices out")
-    for name, value in (
-        ("target.split.layers", target.split.layers),
-        ("target.resident", target.resident),
-    ):
-        if value != "auto":
+    for name in ("target.split.layers", "target.resident"):
+        if (value := configuration.value(name)) != "auto":
             raise UserError(f"{name} = {value}: a plan chooses this; leave it out")
 
 
@@ -192,10 +186,8 @@ def _file_bytes(configuration: Configuration, machine: str | None, gguf_size: st
     if gguf_size is None:
         return 0
     if machine is None or configuration.given("target.weights"):
-        raise UserError(
-            f"--gguf-size {gguf_size} needs --machine, and no --weights; here name the file with "
-            "--target"
-        )
+        remedy = "needs --machine, and no --weights; here name the file with --target"
+        raise UserError(f"--gguf-size {gguf_size} {remedy}")
     try:
         return byte_count(gguf_size)
     except ValueError as error:
@@ -214,21 +206,15 @@ def _elsewhere(
     )
     design = replace(design, file_bytes=file_bytes)
     in_file = file_bytes or any(tensor.packed_bytes for tensor in design.tensors)
-    weights = (
-        current.target.weights
-        if configuration.given("target.weights")
-        else FILE
-        if in_file
-        else found.weights
-    )
+    weights = FILE if in_file else found.weights
+    if configuration.given("target.weights"):
+        weights = current.target.weights
     hardware = found.hardware(weights, current.memory.vram_bytes, current.memory.ram_bytes)
     if (numa := current.target.numa) not in ("auto", "shard"):
         raise UserError(f"target.numa = {numa!r} with --machine: write shard, or leave it out")
     if numa == "shard" and hardware.nodes is None:
-        raise UserError(
-            f"target.numa = 'shard': {found.title} has one memory node: set its nodes, or leave "
-            "numa out"
-        )
+        remedy = "set its nodes, or leave numa out"
+        raise UserError(f"target.numa = 'shard': {found.title} has one memory node: {remedy}")
     device = GPU if hardware.device is not None else None
     return Subject(
         *(configuration, design, hardware, device, device or "cpu", weights),
@@ -247,19 +233,12 @@ def _show(
         rate = figure(ready["tokens_per_s"])
         best = " at best, before a calibration" if result["uncalibrated"] else ""
         click.echo(f"{rate} tokens/s are predicted{best} ({ready['name']}: {ready['placement']})")
-    limits = ", ".join(
-        f"{name} {size:.3g} GB"
-        for name, size in (
-            ("VRAM", result["limits"]["vram_gb"]),
-            ("RAM", result["limits"]["ram_gb"]),
-        )
-        if size is not None
-    )
-    click.echo(
-        f"{result['machine']}; target of {result['layers']} layers, weights {result['weights']}"
-        f"{_weights(result)}; "
-        f"limits: {limits or 'none'}"
-    )
+    sizes = {"VRAM": result["limits"]["vram_gb"], "RAM": result["limits"]["ram_gb"]}
+    limits = ", ".join(f"{name} {size:.3g} GB" for name, size in sizes.items() if size is not None)
+    total, active = result["parameters"], result["active_parameters"]
+    of = f", {total / 1e9:.3g} B weights, {active / 1e9:.3g} B active" if total != active else ""
+    target = f"target of {result['layers']} layers, weights {result['weights']}{of}"
+    click.echo(f"{result['machine']}; {target}; limits: {limits or 'none'}")
     if len(result["weights_compared"]) > 1:
         print_table(tuple(WEIGHTS), [_brief(one) for one in result["weights_compared"]])
     if words := result["kernels"]:
@@ -289,11 +268,6 @@ def _brief(one: dict[str, Any]) -> tuple[object, ...]:
     fits = one["tokens_per_s"] is not None
     rate, tree = (figure(one["tokens_per_s"]), one["tree"]) if fits else ("-", "-")
     return one["weights"], one["gb"], rate, tree, one["computes"]
-
-
-def _weights(result: dict[str, Any]) -> str:
-    total, active = result["parameters"], result["active_parameters"]
-    return "" if total == active else f", {total / 1e9:.3g} B weights, {active / 1e9:.3g} B active"
 
 
 def _line(one: Option, device: str) -> tuple[object, ...]:

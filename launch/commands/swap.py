@@ -24,6 +24,7 @@ from dovetail.launch.processes.replacement import (
     restarted,
     serving,
     summary_of,
+    where,
 )
 from dovetail.launch.processes.stack import ROLES, SECTIONS, Played, layout_of, worker_arguments
 from dovetail.launch.processes.worker import (
@@ -132,12 +133,11 @@ def command(
             click.echo(json.dumps(summary_of(back, None))) if as_json else note(again)
             return
         before, whose = settings_before(configuration, parts[0], old[parts[0]], state, addresses)
-        name = (
-            _free(state.workers, name, old[parts[0]])
-            if name is not None
-            else free_name(state.workers, role)
-        )
-        reads = _read_target(state.workers, addresses) if parts == ("draft",) else None
+        name = _name(state.workers, role, name, old[parts[0]])
+        reads = None
+        if parts == ("draft",):
+            target = serving(state.workers, "target")
+            reads = before_of(target) if target is not None else last_before(addresses, "target")
         configuration = as_before(configuration, parts[0], before, reads, elsewhere=elsewhere)
         change = Change(client, role, name, old, Expected(whose, asked), beside=beside)
         if elsewhere:
@@ -145,19 +145,17 @@ def command(
             done = _wait_for_another_machine(change, name, line, to_stderr=as_json)
         else:
             _check_models(configuration, role)
-            keys = configuration.settings.coordinator.keys or announced_keys(state.address)
+            there = (found.keys for found in announcements() if found.address == state.address)
+            keys = configuration.settings.coordinator.keys or next(there, "")
             bound = before is not None and role != "unified" and asked.isdisjoint(PLACED)
             place = noted_place(before) if before is not None and bound else None
             done = _start_here(change, configuration, role, name, way, keys, place)
     if as_json:
-        click.echo(
-            json.dumps(
-                done[role] if role != "unified" else {"pid": change.newcomers["target"].pid, **done}
-            )
-        )
-    else:
-        for words in change.words:
-            note(words)
+        both = role == "unified"
+        told = {"pid": change.newcomers["target"].pid, **done} if both else done[role]
+        click.echo(json.dumps(told))
+    for words in () if as_json else change.words:
+        note(words)
 
 
 def _check_choice(
@@ -167,13 +165,9 @@ def _check_choice(
         raise UserError(f"--beside keeps every worker: leave it out, or --replace {replaced}")
     _check_flags(configuration, role)
     if role == "draft" and configuration.settings.draft.kind == "none":
-        raise UserError(
-            "--draft none is not a worker: drain the present one with `dovetail drain WORKER`"
-        )
+        raise UserError("--draft none is not a worker: use `dovetail drain WORKER`")
     if role == "unified" and replaced is not None:
-        raise UserError(
-            f"--replace {replaced} names one worker, and --role unified replaces two: leave it out"
-        )
+        raise UserError(f"--role unified replaces two workers: leave --replace {replaced} out")
 
 
 def _check_models(configuration: Configuration, role: Played) -> None:
@@ -233,28 +227,21 @@ def _start_here(
 
 
 def free_name(workers: Sequence[WorkerState], role: Played) -> str:
-    taken = {
-        worker.name.removesuffix("-target").removesuffix("-draft")
-        if role == "unified"
-        else worker.name
-        for worker in workers
-    }
-    return next(
-        name
-        for name in (role, *(f"{role}-{number}" for number in range(2, len(taken) + 3)))
-        if name not in taken
-    )
+    taken = {worker.name for worker in workers}
+    if role == "unified":
+        taken = {name.removesuffix("-target").removesuffix("-draft") for name in taken}
+    numbered = (f"{role}-{number}" for number in range(2, len(taken) + 3))
+    return next(name for name in (role, *numbered) if name not in taken)
 
 
-def _free(workers: Sequence[WorkerState], name: str, old: WorkerState | None) -> str:
-    if (
-        holder := next(
-            (worker for worker in workers if worker.name == name and worker is not old), None
-        )
-    ) is not None:
-        raise UserError(
-            f"--name {name} is taken (pid {holder.pid} on {holder.host}): choose another"
-        )
+def _name(
+    workers: Sequence[WorkerState], role: Played, name: str | None, old: WorkerState | None
+) -> str:
+    if name is None:
+        return free_name(workers, role)
+    for worker in workers:
+        if worker.name == name and worker is not old:
+            raise UserError(f"--name {where(worker)} is taken: choose another")
     return name
 
 
@@ -270,10 +257,10 @@ def _check_flags(configuration: Configuration, role: Played) -> None:
     )
     if (idle := next(typed, None)) is not None:
         own = f"{role}.{idle.partition('.')[2]}"
-        remedy = (
-            f"leave it out, or write --{own}" if own in configuration.origins else "leave it out"
+        instead = f", or write --{own}" if own in configuration.origins else ""
+        raise UserError(
+            f"--{idle} is a setting of a {other}, not of a {role}: leave it out{instead}"
         )
-        raise UserError(f"--{idle} is a setting of a {other}, not of a {role}: {remedy}")
 
 
 def settings_before(
@@ -295,11 +282,6 @@ def settings_before(
         )
     noted = before.fingerprint if before else ""
     return before, noted if model is None else model.fingerprint
-
-
-def _read_target(workers: Sequence[WorkerState], addresses: Collection[str]) -> WorkerNote | None:
-    target = serving(workers, "target")
-    return before_of(target) if target is not None else last_before(addresses, "target")
 
 
 def as_before(
@@ -336,11 +318,6 @@ def as_before(
     return configuration.over("as the present workers have it", wanted)
 
 
-def announced_keys(address: str) -> str:
-    """The folder of keys in the announcement of the coordinator at this address."""
-    return next((found.keys for found in announcements() if found.address == address), "")
-
-
 def _command_for_another_machine(
     configuration: Configuration, role: Played, name: str, address: str
 ) -> str:
@@ -353,11 +330,7 @@ def _command_for_another_machine(
         )
     for anywhere in EVERYWHERE:
         address = address.replace(anywhere, f"//{socket.gethostname()}:")
-    sections = {
-        "target": ("target", "memory"),
-        "draft": ("target", "draft"),
-        "unified": SECTIONS["unified"],
-    }[role]
+    sections = ("target", "draft") if role == "draft" else SECTIONS[role]
     settings = [
         flag
         for flag in configuration.typed(*sections)

@@ -50,20 +50,14 @@ def check_target(settings: Settings) -> None:
 def why_not_sharded(target: TargetSettings) -> str:
     """Return which setting prevents the kernels from computing the whole target on the CPU, in
     words; empty if none does."""
-    return next(
-        (
-            words
-            for holds, words in (
-                (target.device != "cpu", f"target.device is {target.device!r}"),
-                (bool(target.split.device), "a device computes its last layers (target.split)"),
-                (target.prefill not in ("auto", "local"), "a device reads prompts for it"),
-                (target.backend == "library", "torch computes it (target.backend)"),
-                (target.weights in TORCH_WEIGHTS, f"torch computes with {target.weights} weights"),
-            )
-            if holds
-        ),
-        "",
-    )
+    reasons = {
+        f"target.device is {target.device!r}": target.device != "cpu",
+        "a device computes its last layers (target.split)": target.split.device,
+        "a device reads prompts for it": target.prefill not in ("auto", "local"),
+        "torch computes it (target.backend)": target.backend == "library",
+        f"torch computes with {target.weights} weights": target.weights in TORCH_WEIGHTS,
+    }
+    return next((words for words, holds in reasons.items() if holds), "")
 
 
 def check_shards(settings: Settings) -> None:
@@ -102,14 +96,11 @@ def check_substitute(settings: Settings) -> None:
     that it cannot have."""
     draft = settings.draft
     if draft.model:
-        raise SettingsError(
-            f"draft.kind = 'substitute' is made of the target: leave draft.model {draft.model!r} "
-            "out"
-        )
+        text = "draft.kind = 'substitute' is made of the target"
+        raise SettingsError(f"{text}: leave draft.model {draft.model!r} out")
     if draft.weights not in SUBSTITUTE_WEIGHTS:
-        raise SettingsError(
-            f"draft.weights = {draft.weights!r}: a substitute has int8, int4, int3 or int2"
-        )
+        text = f"draft.weights = {draft.weights!r}"
+        raise SettingsError(f"{text}: a substitute has int8, int4, int3 or int2")
 
 
 def check_unified(settings: Settings) -> None:
@@ -120,15 +111,10 @@ def check_unified(settings: Settings) -> None:
             f"a process with both roles needs draft.kind = 'substitute', not {draft.kind!r}"
         )
     check_substitute(settings)
-    if draft.isa not in ("auto", target.isa):
-        raise SettingsError(
-            f"draft.isa is {draft.isa!r}, and a shared substitute has the target's: leave it out"
-        )
-    if draft.device not in ("auto", target.device):
-        raise SettingsError(
-            f"draft.device is {draft.device!r}, and a shared substitute has the target's: leave it "
-            "out"
-        )
+    for name in ("isa", "device"):
+        if (own := getattr(draft, name)) not in ("auto", getattr(target, name)):
+            text = f"draft.{name} is {own!r}, and a shared substitute has the target's"
+            raise SettingsError(f"{text}: leave it out")
     if target.split.device not in ("", "cpu"):
         raise SettingsError(
             "a split target shares nothing with a substitute: set target.device to the GPU instead"
@@ -151,12 +137,10 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the {role} model {source} has no config.json: {MODEL_FILES}")
     if not weight_paths(path) and not (pickled and any(path.glob("*.bin"))):
-        allowed = (
-            ", or if it is a head allow them with --draft.pickled true" if role == "draft" else ""
-        )
+        head = ", or if it is a head allow them with --draft.pickled true"
         raise CheckpointError(
             f"the {role} model {source} has no *.safetensors: {MODEL_FILES}; convert weights "
-            f"of another kind (*.bin) first{allowed}"
+            f"of another kind (*.bin) first{head if role == 'draft' else ''}"
         )
 
 
@@ -253,10 +237,8 @@ def draft_bytes(settings: Settings) -> int:
         or draft.share is True
     ):
         return 0
-    own, whole = (
-        sizes_here(model, kind, kind)
-        for model, kind in ((draft.model, _type_of(draft.weights)), (target.model, "half"))
-    )
+    kind = _type_of(draft.weights)
+    own, whole = sizes_here(draft.model, kind, kind), sizes_here(target.model, "half", "half")
     if draft.kind == "substitute" and whole is not None:
         bits = int((draft.weights if draft.weights != "auto" else "int4").removeprefix("int"))
         return substitute_bytes(whole, bits, device)
@@ -350,11 +332,10 @@ def check_port(host: str, port: int, *, remedy: str) -> None:
 def check_coordinator(listen: str, *, remedy: str) -> None:
     """`UserError` if a coordinator of this user listens there already, or any process at a tcp
     port."""
-    if (found := next((a for a in announcements() if a.address == listen), None)) is not None:
-        raise UserError(
-            f"{listen} is held by your coordinator (pid {found.pid}): stop it with `kill "
-            f"{found.pid}`, {remedy}"
-        )
+    for found in announcements():
+        if found.address == listen:
+            text = f"{listen} is held by your coordinator (pid {found.pid})"
+            raise UserError(f"{text}: stop it with `kill {found.pid}`, {remedy}")
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     if listen.startswith("tcp://") and port.isdigit() and int(port) <= LAST_PORT:
         check_port(host.strip("[]").replace("*", "0.0.0.0"), int(port), remedy=f"stop it, {remedy}")

@@ -79,11 +79,8 @@ def begin_stack(
     layout = layout or layout_of(configuration.settings)
     alone = ("coordinator.recovery_s", "0"), ("coordinator.journal", "off")
     waits = [f"--{name}={value}" for name, value in alone if not configuration.given(name)]
-    flags = [
-        *coordinator_arguments(configuration),
-        *waits,
-        *(["--coordinator.reuse=false"] if measures else []),
-    ]
+    reuse = ["--coordinator.reuse=false"] if measures else []
+    flags = [*coordinator_arguments(configuration), *waits, *reuse]
     commands = {}
     for role in processes_of(configuration.settings):
         settings = with_room_for_draft(configuration) if role == "target" else configuration
@@ -166,22 +163,13 @@ def wait_until_ready(
     with stack.connect() as client:
         while True:
             state = client.status()
-            missing = [
-                role for role in wanted if not any(role in worker.roles for worker in state.workers)
-            ]
+            there = {role for worker in state.workers for role in worker.roles}
+            missing = [role for role in wanted if role not in there]
             if not missing:
                 return state
-            words = [
-                line
-                for child in stack.workers
-                for line in child.last_words()[-1:]
-                if line.endswith(QUANTISED)
-            ]
-            note(
-                f"loading {' and '.join(missing)}"
-                + "".join(f" ({line})" for line in words)
-                + loading_text(state.loading)
-            )
+            last = [line for child in stack.workers for line in child.last_words()[-1:]]
+            words = "".join(f" ({line})" for line in last if line.endswith(QUANTISED))
+            note(f"loading {' and '.join(missing)}{words}{loading_text(state.loading)}")
             if not sys.stderr.isatty():
                 intervals.tell(state.loading)
             supervisor.check()
@@ -201,13 +189,11 @@ def http_arguments(configuration: Configuration, address: str, url: str) -> list
     """Return the command of the HTTP API of a coordinator, without keys. `url`: its earlier URL;
     empty at the first start."""
     settings = configuration.settings
-    port = (
-        [f"--http.port={url.rpartition(':')[2]}"] if url else []
-    )  # port 0 holds for the first start
+    # port 0 holds for the first start
+    port = [f"--http.port={url.rpartition(':')[2]}"] if url else []
     wishes = configuration.arguments("tree", "sampling", "draft", "http")
-    if (bounds := settings.tree.thresholds) and configuration.origins[
-        "tree.thresholds"
-    ] == "default":  # those of an embedded draft
+    embedded = configuration.origins["tree.thresholds"] == "default"
+    if (bounds := settings.tree.thresholds) and embedded:
         wishes.append(f"--tree.thresholds={SETTINGS['tree.thresholds'].flag_text(bounds)}")
     called = [] if settings.target.model or settings.http.model else ["--http.model=demo"]
     answer = f"--coordinator.answer_s={settings.coordinator.answer_s}"
@@ -259,36 +245,22 @@ def with_room_for_draft(configuration: Configuration) -> Configuration:
     if not (taken := draft_bytes(configuration.settings)):
         return configuration
     if taken >= memory.vram_bytes:
-        text = (
-            f"memory.vram = {memory.vram!r}, and the draft alone takes {taken / 1e9:.3g} GB of it"
-        )
+        text = f"memory.vram = {memory.vram!r}, and the draft alone takes {taken / 1e9:.3g} GB"
         raise SettingsError(f"{text}: choose a smaller draft, or raise memory.vram")
-    return configuration.over(
-        "memory.vram, without what the draft takes",
-        {"memory.vram": f"{memory.vram_bytes - taken}B"},
-    )
+    left = {"memory.vram": f"{memory.vram_bytes - taken}B"}
+    return configuration.over("memory.vram, without what the draft takes", left)
 
 
 def _check_pair(configuration: Configuration) -> None:
     """The embedded draft has the vocabulary of the embedded target; another target needs a named
     draft."""
-    settings = configuration.settings
-    if (
-        settings.target.model
-        and not settings.draft.model
-        and DRAFT_KINDS[settings.draft.kind].own_model
-    ):
-        remedy = (
-            "add --draft FOLDER with a smaller model of its vocabulary, --draft ngram or "
-            "substitute, which need none, or --draft none for the target alone"
-        )
-        there = Path(settings.target.model).expanduser().is_dir()
-        looked = (
-            ""
-            if there
-            else ", which is not a folder here and would be looked for at the Hugging Face hub"
-        )
-        check_whole(settings.target.model)
+    target, draft = configuration.settings.target.model, configuration.settings.draft
+    if target and not draft.model and DRAFT_KINDS[draft.kind].own_model:
+        there = Path(target).expanduser().is_dir()
+        hub = ", which is not a folder here and would be looked for at the Hugging Face hub"
+        check_whole(target)
         raise UserError(
-            f"no draft is named for the target {settings.target.model!r}{looked}: {remedy}"
+            f"no draft is named for the target {target!r}{'' if there else hub}: add --draft "
+            "FOLDER with a smaller model of its vocabulary, --draft ngram or substitute, which need "
+            "none, or --draft none for the target alone"
         )

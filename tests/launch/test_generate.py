@@ -804,10 +804,7 @@ def test_what_keeps_a_command_from_the_coordinator_that_runs_is_named(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == lines
     assert (
-        told[0].startswith(
-            "starting separate processes: --target.model does not change workers that are "
-            "already running"
-        )
+        told[0].startswith("starting separate processes: --target.model changes no running worker")
         is running
     )
 
