@@ -105,17 +105,11 @@ class Ours:
         return self.connection.peak_rss_mb()
 
     def identity(self) -> str:
-        drafted = (
-            [digest_of(with_draft(self.method.configuration.settings.draft).model)]
-            if self.method.drafts
-            else []
-        )
-        targets = (
-            worker.fingerprint
-            for worker in self.connection.state.workers
-            if "target" in worker.roles
-        )
-        return " + ".join(filter(None, (*targets, *drafted)))
+        workers = self.connection.state.workers
+        parts = [worker.fingerprint for worker in workers if "target" in worker.roles]
+        if self.method.drafts:
+            parts.append(digest_of(with_draft(self.method.configuration.settings.draft).model))
+        return " + ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -218,33 +212,23 @@ def contenders(
 def founder(methods: Sequence[Method], of: Method) -> Method:
     """Return the method that shared processes start with: the first that drafts, with room for
     drafting ahead if one of them does. `ValueError` if they need different processes."""
-    sharing = (
-        [method for method in methods if method.shares == of.shares and method.drafts]
-        if of.shares
-        else []
-    )
+    sharing = [one for one in methods if of.shares and one.shares == of.shares and one.drafts]
     if not sharing:
         return of
     first = sharing[0]
     if any(_processes(method) != _processes(first) for method in sharing):
         raise ValueError(f"{', '.join(one.name for one in sharing)}: their models differ")
-    waits = all(method.configuration.settings.draft.ahead is False for method in sharing)
-    if waits:
+    if all(method.configuration.settings.draft.ahead is False for method in sharing):
         return first
-    return replace(
-        first,
-        configuration=first.configuration.over("shared processes", {"draft.ahead": "auto"}),
-    )
+    configuration = first.configuration.over("shared processes", {"draft.ahead": "auto"})
+    return replace(first, configuration=configuration)
 
 
 def _processes(method: Method) -> tuple[object, ...]:
     """Return the settings of the processes, without those that a request can have as well."""
     settings = method.configuration.settings
-    return (
-        settings.target,
-        settings.draft.model_copy(update={"ahead": "auto"}),
-        settings.coordinator,
-    )
+    draft = settings.draft.model_copy(update={"ahead": "auto"})
+    return settings.target, draft, settings.coordinator
 
 
 def _start(

@@ -37,6 +37,7 @@ COLUMNS = {
 }
 """Heading of the table -> its meaning; the most important first."""
 KEYS = 3  # the headings that identify a row
+KEYS_OF = ("method", "prompts", "temperature")
 SWEPT = {
     "T_V ms": "with --sweep: a pass of the target",
     "T_V/T_T": "with --sweep: the same as pass",
@@ -64,10 +65,7 @@ def show_notes(result: Mapping[str, Any]) -> None:
     """Write what a reader of the table has to know: cut prompts, peers, medians, differences."""
     for told in result["rows"]:
         if told["draft_failures"]:
-            where, first = (
-                f"{told['method']} {told['prompts']} T {told['temperature']:g}",
-                told["draft_failure"],
-            )
+            where, first = f"{told['method']} {_at(told)}", told["draft_failure"]
             replies = counted(told["draft_failures"], "reply", "replies")
             note(
                 f"FAILED: the draft of {where} in {replies}, first in round {first['round']}: "
@@ -83,10 +81,8 @@ def show_notes(result: Mapping[str, Any]) -> None:
             )
     for told in result["differences"]:
         kind = "near-tie" if told["near_tie"] else "DIFFERS" if told["exact"] else OTHER
-        note(
-            f"{kind}: {told['method']} {told['prompts']} T {told['temperature']:g} "
-            f"{told['id']} at token {told['position']}, margin {told['margin']:.2g}"
-        )
+        where = f"{told['method']} {_at(told)} {told['id']} at token {told['position']}"
+        note(f"{kind}: {where}, margin {told['margin']:.2g}")
 
 
 def _line(
@@ -94,12 +90,8 @@ def _line(
 ) -> tuple[object, ...]:
     where = (told["method"], told["prompts"], told["temperature"])
     rows = told["verified_tokens"] / told["calls"] if told["calls"] else None
-    costs = (
-        number(passes["ratio"], 2),
-        number(rows, 1),
-        f"{told['draft_share']:.0%}",
-        f"{told['verify_share']:.0%}",
-    )
+    shares = (f"{told['draft_share']:.0%}", f"{told['verify_share']:.0%}")
+    costs = (number(passes["ratio"], 2), number(rows, 1), *shares)
     rates = (
         f"{told['tokens_per_s']:.1f}",
         interval(told),
@@ -133,38 +125,29 @@ def share(value: float | None) -> str:
 def _note_prompts(prompts: Sequence[Mapping[str, Any]]) -> None:
     for told in prompts:
         if told["shortened"] or told["looped"]:
-            cut = (
-                f"{told['shortened']} of {told['count']} prompts were cut to fit, "
-                f"{told['looped']} replies where they began to loop"
-            )
-            note(f"{told['prompts']} T {told['temperature']:g}: {cut}")
+            cut = f"{told['shortened']} of {told['count']} prompts were cut to fit"
+            note(f"{_at(told)}: {cut}, {told['looped']} replies where they began to loop")
 
 
 def _note_peers(result: Mapping[str, Any]) -> None:
     for told in result["peers"]:
         if told["best"]:
-            threads = counted(told["threads"], "thread")
-            note(
-                f"{told['method']} {told['prompts']} T {told['temperature']:g}: "
-                f"{threads}{_slower(result['peers'], told)}"
+            same = [peer for peer in result["peers"] if all(peer[n] == told[n] for n in KEYS_OF)]
+            slower = "".join(
+                f" (with {peer['threads']}: {peer['tokens_per_s']:.1f} tokens/s)"
+                for peer in same
+                if not peer["best"]
             )
+            threads = counted(told["threads"], "thread")
+            note(f"{told['method']} {_at(told)}: {threads}{slower}")
     for told in result["against"]:
         if told["ratio"] is not None:
-            place = f"{told['prompts']} T {told['temperature']:g}"
-            note(
-                f"{place}: {told['method']} is {told['ratio']:.2f} "
-                f"({told['low']:.2f}-{told['high']:.2f}) times as fast as {told['peer']}"
-            )
+            gain = f"{told['ratio']:.2f} ({told['low']:.2f}-{told['high']:.2f}) times as fast as"
+            note(f"{_at(told)}: {told['method']} is {gain} {told['peer']}")
 
 
-def _slower(told: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> str:
-    same = ("method", "prompts", "temperature")
-    others = (
-        peer for peer in told if not peer["best"] and all(peer[name] == best[name] for name in same)
-    )
-    return "".join(
-        f" (with {peer['threads']}: {peer['tokens_per_s']:.1f} tokens/s)" for peer in others
-    )
+def _at(told: Mapping[str, Any]) -> str:
+    return f"{told['prompts']} T {told['temperature']:g}"
 
 
 CSV_COLUMNS = {
@@ -219,10 +202,7 @@ def csv_text(result: Mapping[str, Any]) -> str:
             **{name: passes[there] for name, there in ELSEWHERE.items()},
             "end_to_end_tokens_per_s": whole["tokens_per_s"],
         }
-        differ = sum(
-            all(difference[key] == row[key] for key in ("method", "prompts", "temperature"))
-            for difference in result["differences"]
-        )
+        differ = sum(all(one[key] == row[key] for key in KEYS_OF) for one in result["differences"])
         told = {**told, "replies": replies, "differ": differ}
         writer.writerow({name: _cell(told[name]) for name in CSV_COLUMNS})
     return out.getvalue()
@@ -238,11 +218,7 @@ INTERVAL = (0.025, 0.975)
 
 def baseline(cells: Sequence[Cell], of: Cell) -> Cell:
     """Return the row of the target alone on the same prompts at the same temperature."""
-    return next(
-        c
-        for c in cells
-        if c.method.name == NONE and c.prompts is of.prompts and c.temperature == of.temperature
-    )
+    return next(cell for cell in cells if cell.method.name == NONE and cell.beside(of))
 
 
 def speedup(
@@ -267,34 +243,23 @@ def speedup(
 def best_of_peers(cells: Sequence[Cell]) -> list[Cell]:
     """The cells, but of each peer on a set at a temperature only the one with the number of threads
     that was the fastest."""
-    return [
-        cell
-        for cell in cells
-        if cell is max(_variants(cells, cell), key=lambda variant: variant.tokens_per_s)
-    ]
-
-
-def _variants(cells: Sequence[Cell], of: Cell) -> list[Cell]:
-    return [
-        c
-        for c in cells
-        if c.method.name == of.method.name
-        and c.prompts is of.prompts
-        and c.temperature == of.temperature
-    ]
+    best: dict[tuple[Any, ...], Cell] = {}
+    for cell in sorted(cells, key=lambda cell: -cell.tokens_per_s):
+        best.setdefault((cell.method.name, id(cell.prompts), cell.temperature), cell)
+    return [cell for cell in cells if any(cell is one for one in best.values())]
 
 
 def peers_told(measured: Sequence[Cell], best: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return the settings with which each peer was measured, and which of them is its row."""
-    where = [(cell, _place(cell)) for cell in measured if not cell.method.ours]
     return [
         {
-            **at,
-            "threads": c.method.threads,
-            "tokens_per_s": c.tokens_per_s,
-            "best": any(c is other for other in best),
+            **_place(cell),
+            "threads": cell.method.threads,
+            "tokens_per_s": cell.tokens_per_s,
+            "best": any(cell is other for other in best),
         }
-        for c, at in where
+        for cell in measured
+        if not cell.method.ours
     ]
 
 
@@ -303,30 +268,19 @@ def against_peers(cells: Sequence[Cell], seed: int) -> list[dict[str, Any]]:
     prompts in turns."""
     told = []
     for peer in (cell for cell in cells if not cell.method.ours):
-        rivals = (
-            c
-            for c in cells
-            if c.method.ours and c.prompts is peer.prompts and c.temperature == peer.temperature
-        )
-        for cell in rivals:
-            ratio, low, high = speedup(cell, peer, seed)
-            names = {
-                "method": cell.method.name,
-                "peer": peer.method.name,
-                "prompts": cell.prompts.name,
-                "temperature": cell.temperature,
-            }
-            told.append({**names, "ratio": ratio, "low": low, "high": high})
+        for cell in cells:
+            if cell.method.ours and cell.beside(peer):
+                ratio, low, high = speedup(cell, peer, seed)
+                names = {**_place(cell), "peer": peer.method.name}
+                told.append({**names, "ratio": ratio, "low": low, "high": high})
     return told
 
 
 def row(cell: Cell, baseline: Cell, contender: Contender, seed: int) -> dict[str, Any]:
     results = [run.finished.result for run in cell.runs]
     seconds = sum(run.decode_s for run in cell.runs)
-    tokens, rounds = (
-        sum(run.decoded_tokens for run in cell.runs),
-        sum(result.rounds for result in results),
-    )
+    tokens = sum(run.decoded_tokens for run in cell.runs)
+    rounds = sum(result.rounds for result in results)
     taus = [result.tau for result in results if result.tau is not None]
     ratio, low, high = speedup(cell, baseline, seed)
     failures, failure = first_failure(results)
@@ -342,10 +296,8 @@ def row(cell: Cell, baseline: Cell, contender: Contender, seed: int) -> dict[str
         "verified_tokens": sum(result.verified_rows for result in results),
         "peak_rss_mb": contender.peak_rss_mb(),
         "peak_vram_mb": None,
-        "draft_share": sum(result.draft_exposed_s for result in results) / seconds
-        if seconds
-        else 0.0,
-        "verify_share": sum(result.verify_s for result in results) / seconds if seconds else 0.0,
+        "draft_share": sum(r.draft_exposed_s for r in results) / seconds if seconds else 0.0,
+        "verify_share": sum(r.verify_s for r in results) / seconds if seconds else 0.0,
         "weights": cell.method.weights,
         "draft_failures": failures,
         "draft_failure": failure.model_dump() if failure is not None else None,
@@ -365,28 +317,19 @@ def _place(cell: Cell) -> dict[str, Any]:
 def _shape(cell: Cell) -> dict[str, Any]:
     tree = cell.method.configuration.settings.tree
     if cell.method.drafts and cell.method.ours:
-        return {
-            "policy": tree.policy,
-            "gamma": tree.gamma,
-            "depth": tree.depth,
-            "width": tree.width,
-        }
+        return {name: getattr(tree, name) for name in ("policy", "gamma", "depth", "width")}
     return {"policy": NONE, "gamma": 0, "depth": 0, "width": 0}
 
 
 def _speculation(cell: Cell, results: Sequence[Result]) -> dict[str, Any]:
-    rounds, plain = (
-        sum(result.rounds for result in results),
-        sum(result.plain_rounds for result in results),
-    )
+    names = ("rounds", "plain_rounds", "grown_nodes", "ahead_nodes", "wasted_nodes")
+    sums = {name: sum(getattr(result, name) for result in results) for name in names}
+    rounds, plain = sums.pop("rounds"), sums.pop("plain_rounds")
+    drafts = cell.method.drafts and cell.method.ours
     return {
-        "ahead": cell.method.configuration.settings.draft.ahead
-        if cell.method.drafts and cell.method.ours
-        else None,
+        "ahead": cell.method.configuration.settings.draft.ahead if drafts else None,
         "hit_rate": _hit_rate(results),
-        "grown_nodes": sum(result.grown_nodes for result in results),
-        "ahead_nodes": sum(result.ahead_nodes for result in results),
-        "wasted_nodes": sum(result.wasted_nodes for result in results),
+        **sums,
         "plain_share": plain / rounds if rounds else None,
         "predicted_tokens_per_s": _predicted(cell),
     }
@@ -433,21 +376,11 @@ def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The speed-up of each method on its median set of prompts, if there are several."""
     told = []
     for method, temperature in dict.fromkeys((row["method"], row["temperature"]) for row in rows):
-        found = [
-            row["speedup"]
-            for row in rows
-            if (row["method"], row["temperature"]) == (method, temperature)
-            and row["speedup"] is not None
-        ]
+        own = [r for r in rows if (r["method"], r["temperature"]) == (method, temperature)]
+        found = [row["speedup"] for row in own if row["speedup"] is not None]
         if len(found) > 1:
-            told.append(
-                {
-                    "method": method,
-                    "temperature": temperature,
-                    "sets": len(found),
-                    "speedup": float(np.median(found)),
-                }
-            )
+            names = {"method": method, "temperature": temperature, "sets": len(found)}
+            told.append({**names, "speedup": float(np.median(found))})
     return told
 
 
@@ -468,14 +401,9 @@ def tasks_told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     for cell in cells:
         if cell.method.name == NONE:
             tasks = {run.task.prompt.id: run.task for run in cell.runs}.values()
-            looped = sum(
-                task.max_tokens < task.reference.result.completion_tokens for task in tasks
-            )
-            counts = {
-                "count": len(tasks),
-                "shortened": sum(task.shortened for task in tasks),
-                "looped": looped,
-            }
+            cut = [one.max_tokens < one.reference.result.completion_tokens for one in tasks]
+            shortened = sum(task.shortened for task in tasks)
+            counts = {"count": len(tasks), "shortened": shortened, "looped": sum(cut)}
             told.append({"prompts": cell.prompts.name, "temperature": cell.temperature, **counts})
     return told
 

@@ -18,6 +18,7 @@ from dovetail.protocol.settings import MAX_GAMMA, Settings
 VALUES = {"gamma": "1,2,4,6,8,12,16,24,32,48,63", "depth": "1,2,3,4,6,8,12,16,24,32,48"}
 """Swept setting -> default values: gamma to the last tree of 64 rows, depth to SubSpec's."""
 TAKEN = (
+    *("prompts", "temperature"),
     *("tau", "tokens_per_s", "speedup", "speedup_low", "speedup_high", "hit_rate"),
     *("calls", "verified_tokens", "draft_failures"),
 )
@@ -44,19 +45,11 @@ class Sweep:
             raise UserError(
                 f"--method {method.name} sets {self.setting}, which --sweep {self.name} varies"
             )
-        tree = method.configuration.settings.tree
-        if (
-            self.name == "depth"
-            and tree.traits.by_entropy
-            and isinstance(method.configuration.thresholds, str)
-        ):
-            remedy = (
-                "sweep gamma, or take another policy; thresholds that are given as "
-                "numbers are taken as they are at every depth"
-            )
+        tree, by_file = method.configuration.settings.tree, method.configuration.thresholds
+        if self.name == "depth" and tree.traits.by_entropy and isinstance(by_file, str):
             raise UserError(
-                f"--sweep depth: the thresholds of heterospec ({method.name}) hold for one "
-                f"depth, here {tree.depth}: {remedy}"
+                f"--sweep depth: the thresholds of heterospec ({method.name}) hold for one depth, "
+                f"here {tree.depth}: sweep gamma, take another policy, or give them as numbers"
             )
         return [self._point(method, value) for value in self.values]
 
@@ -113,18 +106,9 @@ def swept(
     for row, passes in zip(result["rows"], result["passes"], strict=True):
         if row["method"] in places:
             method, value = places[row["method"]]
-            where = {
-                "method": method,
-                "value": value,
-                "prompts": row["prompts"],
-                "temperature": row["temperature"],
-            }
-            costs = {
-                "verify_ms": passes["verify_ms"],
-                "ratio": passes["ratio"],
-                "draft_ms": passes["draft_ms"],
-            }
-            told.append({**where, **costs, **{name: row[name] for name in TAKEN}})
+            costs = {name: passes[name] for name in ("verify_ms", "ratio", "draft_ms")}
+            rest = {name: row[name] for name in TAKEN}
+            told.append({"method": method, "value": value, **costs, **rest})
     return told
 
 
@@ -136,18 +120,10 @@ def show_sweep(sweep: Sweep, points: Sequence[Mapping[str, Any]]) -> None:
 
 def _line(told: Mapping[str, Any]) -> tuple[object, ...]:
     rows = told["verified_tokens"] / told["calls"] if told["calls"] else None
-    costs = (
-        number(told["verify_ms"], 2),
-        number(told["ratio"], 2),
-        number(rows, 1),
-        number(told["draft_ms"], 2),
-    )
-    gains = (
-        number(told["tau"], 2),
-        f"{told['tokens_per_s']:.1f}",
-        interval(told),
-        share(told["hit_rate"]),
-    )
+    passes = (number(told["verify_ms"], 2), number(told["ratio"], 2))
+    costs = (*passes, number(rows, 1), number(told["draft_ms"], 2))
+    rates = (number(told["tau"], 2), f"{told['tokens_per_s']:.1f}")
+    gains = (*rates, interval(told), share(told["hit_rate"]))
     return (told["method"], told["prompts"], told["temperature"], told["value"], *costs, *gains)
 
 
@@ -155,26 +131,16 @@ def draw_sweep(sweep: Sweep, methods: Sequence[Method], points: Sequence[Mapping
     """The figure: small charts over the same values, a curve for each method, set of prompts and
     temperature; below the title whose they are."""
     across = {"gamma": "gamma, nodes verified a round", "depth": "levels of the tree"}[sweep.name]
+    gains = _curves(points, "speedup", ("speedup_low", "speedup_high"))
+    waits = _curves(points, "draft_ms")
     panels = (
         Panel("Pass of the target, T_V", across, "milliseconds", _curves(points, "verify_ms")),
-        Panel(
-            "Drafting that is waited for",
-            across,
-            "milliseconds a round",
-            _curves(points, "draft_ms"),
-        ),
+        Panel("Drafting that is waited for", across, "milliseconds a round", waits),
         Panel("Acceptance length, tau", across, "tokens a round", _curves(points, "tau")),
-        Panel(
-            "Speed-up over the target alone",
-            across,
-            "times",
-            _curves(points, "speedup", ("speedup_low", "speedup_high")),
-            level=1.0,
-        ),
+        Panel("Speed-up over the target alone", across, "times", gains, level=1.0),
     )
-    origin = origin_of(
-        [method.configuration.settings for method in methods if sweep.varies(method)], points
-    )
+    varied = [method.configuration.settings for method in methods if sweep.varies(method)]
+    origin = origin_of(varied, points)
     return draw_panels(f"What {sweep.name} brings\n{origin}", panels)
 
 
@@ -182,15 +148,8 @@ def origin_of(settings: Sequence[Settings], rows: Sequence[Mapping[str, Any]]) -
     """Describe what was measured: targets, drafts and policies, each once, and the temperature if
     all rows have the same."""
     targets = (f"{_named(one.target.model) or 'demo'} ({one.target.weights})" for one in settings)
-    drafts = (
-        " ".join(
-            filter(
-                None, (one.draft.kind if one.draft.kind != "auto" else "", _named(one.draft.model))
-            )
-        )
-        or "demo"
-        for one in settings
-    )
+    kinds = [(one.draft.kind.replace("auto", ""), _named(one.draft.model)) for one in settings]
+    drafts = (" ".join(filter(None, kind)) or "demo" for kind in kinds)
     told = {"target": targets, "draft": drafts, "policy": (one.tree.policy for one in settings)}
     heats = {row["temperature"] for row in rows}
     same = [f"T {heat:g}" for heat in heats if len(heats) == 1]

@@ -78,16 +78,8 @@ class Journal:
     def keep_task(self, where: Where, task: Task) -> None:
         self.begun = True
         self.tasks[where] = (task.turn, task.max_tokens, task.reference)
-        self._write(
-            {
-                "task": {
-                    "at": where,
-                    "turn": task.turn,
-                    "max_tokens": task.max_tokens,
-                    "reference": _reply_told(task.reference),
-                }
-            }
-        )
+        told = {"at": where, "turn": task.turn, "max_tokens": task.max_tokens}
+        self._write({"task": {**told, "reference": _reply_told(task.reference)}})
 
     def has(self, label: str, where: Where, number: int) -> bool:
         return (label, where, number) in self.replies
@@ -103,45 +95,29 @@ class Journal:
         self.begun = True
         self.replies[label, where, number] = (run.finished, run.together)
         self.peaks[label] = max(peak_mb, self.peaks.get(label, 0.0))
-        told = {
-            "method": label,
-            "at": where,
-            "number": number,
-            "together": run.together,
-            "peak_rss_mb": peak_mb,
-            **_reply_told(run.finished),
-        }
-        self._write({"reply": told})
+        told = {"method": label, "at": where, "number": number, "together": run.together}
+        self._write({"reply": {**told, "peak_rss_mb": peak_mb, **_reply_told(run.finished)}})
 
     def agree(self, found: Mapping[str, Contender]) -> dict[str, Contender]:
         """Return the contenders of the run that began; `UserError` if those started now are others.
         A peer keeps the numbers of threads that it was measured with."""
         if not self.known:
-            self.known = {
-                label: {
-                    "name": c.method.name,
-                    "threads": c.method.threads,
-                    "identity": c.identity(),
-                }
-                for label, c in found.items()
-            }
+            for label, one in found.items():
+                told = {"name": one.method.name, "threads": one.method.threads}
+                self.known[label] = {**told, "identity": one.identity()}
             self._write({"contenders": self.known})
             return dict(found)
         by_name = {contender.method.name: contender for contender in found.values()}
         agreed: dict[str, Contender] = {}
         for label, told in self.known.items():
             contender = by_name[told["name"]]
-            if contender.identity() != told["identity"]:
-                raise _other_run(
-                    f"the models or engines of {told['name']}",
-                    told["identity"],
-                    contender.identity(),
-                )
-            agreed[label] = (
-                replace(contender, method=replace(contender.method, threads=told["threads"]))
-                if isinstance(contender, Theirs)
-                else contender
-            )
+            if (identity := contender.identity()) != told["identity"]:
+                what = f"the models or engines of {told['name']}"
+                raise _other_run(what, told["identity"], identity)
+            if isinstance(contender, Theirs):
+                method = replace(contender.method, threads=told["threads"])
+                contender = replace(contender, method=method)
+            agreed[label] = contender
         return agreed
 
     def remembered(self, methods: Sequence[Method]) -> dict[str, Contender]:
@@ -163,12 +139,8 @@ class Journal:
 
     def _write(self, told: Mapping[str, Any]) -> None:
         if self.file is not None:
-            append(
-                self.file,
-                Path(self.file.name),
-                "what is measured",
-                json.dumps(told).encode() + b"\n",
-            )
+            line = json.dumps(told).encode() + b"\n"
+            append(self.file, Path(self.file.name), "what is measured", line)
 
 
 @contextmanager
@@ -254,18 +226,13 @@ def _take(journal: Journal, told: Mapping[str, Any], heading: Mapping[str, Any])
         }
     elif "task" in told:
         task = told["task"]
-        journal.tasks[_where(task["at"])] = (
-            str(task["turn"]),
-            int(task["max_tokens"]),
-            _finished(task["reference"]),
-        )
+        kept = (str(task["turn"]), int(task["max_tokens"]), _finished(task["reference"]))
+        journal.tasks[_where(task["at"])] = kept
     elif "reply" in told:
         reply = told["reply"]
         label, where = str(reply["method"]), _where(reply["at"])
-        journal.replies[label, where, int(reply["number"])] = (
-            _finished(reply),
-            int(reply["together"]),
-        )
+        finished = (_finished(reply), int(reply["together"]))
+        journal.replies[label, where, int(reply["number"])] = finished
         journal.peaks[label] = max(float(reply["peak_rss_mb"]), journal.peaks.get(label, 0.0))
     else:
         journal.whole = bool(told["rows"])
@@ -295,17 +262,12 @@ def _compare_heading(there: Any, here: Any, name: str = "") -> None:
 
 
 def _other_run(name: str, there: object, here: object) -> UserError:
+    told = f"was {there!r} and is {here!r}"
     told = (
-        "is not in this run"
-        if here is None
-        else "was not in that run"
-        if there is None
-        else f"was {there!r} and is {here!r}"
+        "is not in this run" if here is None else "was not in that run" if there is None else told
     )
-    return UserError(
-        f"--out is the file of another run: {name} {told}; choose another --out, or run it as "
-        "it was"
-    )
+    remedy = "choose another --out, or run it as it was"
+    return UserError(f"--out is the file of another run: {name} {told}; {remedy}")
 
 
 T = TypeVar("T")
@@ -323,6 +285,10 @@ class Cell:
     runs: list[Run] = field(default_factory=list)
     differences: dict[str, Difference] = field(default_factory=dict)
     """Prompt id -> the first position where its tokens differ from those of `none`."""
+
+    def beside(self, other: "Cell") -> bool:
+        """Return whether it is of the same prompts at the same temperature."""
+        return self.prompts is other.prompts and self.temperature == other.temperature
 
     def decoding(self) -> tuple[Any, Any]:
         """(seconds, tokens) of decoding for each prompt, over all repeats, in the order of the
@@ -378,12 +344,8 @@ def replies_left(
     journal: Journal,
 ) -> int:
     """Return how many replies are still to be decoded, those that set the lengths included."""
-    everywhere = [
-        (prompts.name, temperature, prompt.id)
-        for prompts in sets
-        for temperature in temperatures
-        for prompt in prompts.prompts
-    ]
+    pairs = [(prompts, heat) for prompts in sets for heat in temperatures]
+    everywhere = [(set_.name, heat, prompt.id) for set_, heat in pairs for prompt in set_.prompts]
     left = [where for where in everywhere if not journal.complete(found, where, repeat)]
     return (
         sum(not journal.has(label, at, n) for label in found for at in left for n in range(repeat))
@@ -489,7 +451,5 @@ def _comparable(cell: Cell, alone: Finished, other: Finished) -> bool:
     a peer's random samples or other weights."""
     if cell.method.ours:
         return other.result.fingerprint == alone.result.fingerprint
-    return cell.temperature == 0.0 and cell.method.configuration.settings.target.weights in (
-        "fp32",
-        "half",
-    )
+    weights = cell.method.configuration.settings.target.weights
+    return cell.temperature == 0.0 and weights in ("fp32", "half")

@@ -261,6 +261,6 @@ def _check_pair(configuration: Configuration) -> None:
         check_whole(target)
         raise UserError(
             f"no draft is named for the target {target!r}{'' if there else hub}: add --draft "
-            "FOLDER with a smaller model of its vocabulary, --draft ngram or substitute, which need "
+            "FOLDER with a smaller model of its vocabulary, ngram or substitute, which need "
             "none, or --draft none for the target alone"
         )

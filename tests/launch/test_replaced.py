@@ -20,7 +20,7 @@ from dovetail.launch.processes.worker import (
     before_of,
     flags_of,
     last_before,
-    place_of,
+    noted_place,
     values_of,
 )
 from dovetail.launch.settings.configure import configure
@@ -61,7 +61,7 @@ def test_a_note_has_the_settings_of_its_worker(
     noted("target", flags_of(given, "0-1", ""))
     before = before_of(state("target", os.getpid()))
     assert before is not None
-    assert place_of(before) == ["--cores=0-1"]
+    assert noted_place(before) == ["--cores=0-1"]
     assert values_of(before) == {
         "target.weights": "int8",
         "target.context": 256,

@@ -182,14 +182,9 @@ class Plan:
 
     @property
     def told(self) -> dict[str, Any]:
-        return {
-            "prompts": self.prompts,
-            "num_prompts": self.requests,
-            "repeat": self.repeat,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "seed": self.seed,
-        }
+        names = ("repeat", "max_tokens", "temperature", "seed")
+        own = {name: getattr(self, name) for name in names}
+        return {"prompts": self.prompts, "num_prompts": self.requests, **own}
 
 
 @dataclass
@@ -401,13 +396,8 @@ def with_speedups(
         rate = alone[level]["output_throughput"] if level in alone else 0.0
         own, other = texts[(row["method"], level)], texts.get((plain, level), {})
         differ = sum(other.get(number, text) != text for number, text in own.items())
-        told.append(
-            {
-                **row,
-                "speedup": row["output_throughput"] / rate if rate else None,
-                "differ": differ if level in alone else None,
-            }
-        )
+        speedup = row["output_throughput"] / rate if rate else None
+        told.append({**row, "speedup": speedup, "differ": differ if level in alone else None})
     return told
 
 
@@ -424,13 +414,9 @@ def errors(replies: Sequence[Reply]) -> list[dict[str, Any]]:
 
 def _times(name: str, seconds: Sequence[float | None]) -> dict[str, float | None]:
     ms = [1e3 * value for value in seconds if value is not None]
-    if not ms:
-        return dict.fromkeys((f"mean_{name}_ms", f"median_{name}_ms", f"p99_{name}_ms"))
-    return {
-        f"mean_{name}_ms": float(np.mean(ms)),
-        f"median_{name}_ms": float(np.median(ms)),
-        f"p99_{name}_ms": float(np.percentile(ms, 99)),
-    }
+    found = (np.mean(ms), np.median(ms), np.percentile(ms, 99)) if ms else (None, None, None)
+    names = (f"{which}_{name}_ms" for which in ("mean", "median", "p99"))
+    return {key: None if v is None else float(v) for key, v in zip(names, found, strict=True)}
 
 
 def _tokens_a_chunk(replies: Sequence[Reply]) -> float | None:
