@@ -17,7 +17,7 @@ from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, Sampling, TreeSetti
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.head_levels import FixedLevels, LevelRows
+from dovetail.workers.drafters.head_levels import TREE, FixedLevels, Level
 from dovetail.workers.heads.head import Head, Predicted, open_head
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.growth import GrowingTree
@@ -343,10 +343,10 @@ def shapes_of(head: Head, adapt: str, bounds: Sequence[float]) -> tuple[list[int
     )
 
     class Watched(FixedLevels):
-        def compute(self, parts: Sequence[LevelRows]) -> Sequence[Predicted]:
+        def compute(self, parts: Sequence[Level]) -> Sequence[Predicted]:
             before = len(captured)
             found = super().compute(parts)
-            if parts[0].level.features is None:
+            if parts[0].kind == TREE:
                 asked.append(len(parts[0].tokens))
             else:
                 del captured[before:]  # a pass over true rows

@@ -48,11 +48,11 @@ def test_children_are_those_that_the_host_finds_by_the_same_logits(noisy: bool) 
     inputs = RankedInputs(Form(4, 512, 16), {}, shape, CPU)
     cache = KVCache(layers=1, kv_heads=1, head_dim=4, capacity=8, dtype=torch.float32, device=CPU)
     segment = Segment(cache, 0, 3, Paths.growing(0, 3))
-    inputs.ask([segment], {"positions": np.arange(3)}, [(first, ranking)])
+    inputs.ask([segment], {"positions": np.arange(3)}, [(slice(first, 3), ranking)])
     inputs.rank(logits, shape)
     fetched = Fetched(inputs.fetch(), slice(first, first + 2))
     inputs.rank(logits.flip(1), shape)  # what comes later changes nothing of what was fetched
-    inputs.ask([segment], {"positions": np.arange(3)}, [(first, ranking)])
+    inputs.ask([segment], {"positions": np.arange(3)}, [(slice(first, 3), ranking)])
     tokens, gains = fetched.take()
     temperature = 0.7 if noisy else 0.0
     expected = likeliest(

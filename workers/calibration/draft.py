@@ -21,7 +21,7 @@ from dovetail.workers import kernels
 from dovetail.workers.calibration.passes import CONTEXT, Computes, Passes
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.head_levels import Capture, Level, Levels, compute_level, open_levels
+from dovetail.workers.drafters.head_levels import Capture, Levels, compute_level, open_levels
 from dovetail.workers.drafters.levels import levels_key
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.registry import open_draft_worker
@@ -105,5 +105,5 @@ class _Guesses:
             ).logits
         assert self._levels is not None
         above = np.zeros(len(tokens), np.int64)
-        level = Level(tokens, positions, segment, above, into=1)
-        return compute_level(self._head, self._levels, level).logits
+        level = self._levels.level(tokens, positions, segment, above=above, into=1)
+        return compute_level(self._head, level).logits

@@ -43,7 +43,6 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.head_levels import (
     Capture,
-    Level,
     adapts_shapes,
     compute_rows,
     open_levels,
@@ -336,7 +335,7 @@ class HeadDrafter(Grower[HeadSession]):
         first = tree.rows_used
         tree.give_rows(nodes)
         paths = Paths.behind(cache.length, *tree.lineage(nodes))
-        level = Level(
+        level = session.levels.level(
             torch.from_numpy(tree.tokens[nodes].astype(np.int64)),
             torch.from_numpy(len(session.log) - 2 + levels.astype(np.int64)),
             Segment(cache, cache.length + first, len(nodes), paths),
@@ -346,7 +345,7 @@ class HeadDrafter(Grower[HeadSession]):
             contrast=self._contrast and bool((levels == depth - 2).any()),
             ranking=session.ranking_of(nodes) if session.levels.ranks else None,
         )
-        found: Predicted = yield session.levels.ask(level)
+        found: Predicted = yield level
         session.levels.take(level, found)
         if found.contrast is not None:
             session.contrasts.update(

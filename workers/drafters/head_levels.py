@@ -11,7 +11,7 @@ draft's certainty, so does the graph (HeteroSpec's dynamic computational adaptat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -25,19 +25,20 @@ from dovetail.workers.models.backends.device.fixed import (
     ArenaCache,
     FixedPass,
     Form,
-    captured_over,
+    captured,
     form_of,
     passes_of,
 )
 from dovetail.workers.models.backends.device.levels import (
-    DeviceRanking,
     Fetched,
     RankedInputs,
     RankingShape,
+    join_parts,
     joined,
     rows_of,
     some_at_a_time,
 )
+from dovetail.workers.models.backends.device.ranked import Fetched, RankedInputs, RankingShape
 from dovetail.workers.models.backends.device.rows import PlacedRows
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.speculation.growth import Nodes
@@ -47,25 +48,26 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
-class Level:
-    """N rows of one session that are computed in one pass: a level of its tree, or true rows."""
+class Kind:
+    """The kind of a head's rows. Rows of one kind can share a pass."""
 
-    tokens: Tensor  # int64 [N]; `positions` likewise
-    positions: Tensor
-    segment: Segment
-    above: Nodes  # [N]: for each row, the row of `states` that holds its parent's state
+    true: bool  # True if they read the target's features, False if the head's own states
+    contrast: bool = False  # True if rows in free shapes want the contrast output
+    fixed: bool = False  # True for levels in fixed shapes
+
+
+TREE, TRUE = Kind(true=False, fixed=True), Kind(true=True, fixed=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level(Rows):
+    """N rows of one session that are computed in one pass: a level of its tree, or true rows, which
+    have the target's `features` and want the result of the last row alone."""
+
+    levels: Any  # the `Levels` of its session
+    above: Nodes  # [N]: for each row of a tree, the row of `states` that holds its parent's state
     into: int  # the first row of `states` that the new states are written to
     contrast: bool = False
-    ranking: DeviceRanking | None = None
-    """The ranking of the children on the device; None: the host ranks."""
-    features: Tensor | None = None
-    """[N, W] of the target, for true rows; then `above` is not read, and only the last row's result
-    is wanted. None: these are rows of the tree."""
-
-    @property
-    def wanted(self) -> int:
-        """The number of last rows whose results are wanted."""
-        return self.tokens.shape[0] if self.features is None else 1
 
 
 @dataclass(frozen=True)
@@ -76,17 +78,26 @@ class FreeLevels:
     head: Head
     states: Tensor  # [1 + rows, H]: the state of the root's row, then of each row of the tree
 
-    def ask(self, level: Level) -> Rows:
-        """Return a level's rows as part of a pass."""
-        return Rows(
-            level.tokens,
-            level.positions,
-            level.segment,
-            wanted=len(level.tokens),
-            kind=Kind(true=False, contrast=level.contrast),
-            features=self.states.index_select(
-                0, torch.from_numpy(level.above).to(self.head.device)
-            ),
+    def level(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segment: Segment,
+        *,
+        above: Nodes,
+        contrast: bool = False,
+        **how: Any,
+    ) -> Level:
+        """Return a level as part of a pass; the arguments are as in `Level`."""
+        rows = torch.from_numpy(above).to(self.head.device)
+        return Level(
+            *(tokens, positions, segment, tokens.shape[0]),
+            kind=Kind(true=False, contrast=contrast),
+            features=self.states.index_select(0, rows),
+            levels=self,
+            above=above,
+            contrast=contrast,
+            **how,
         )
 
     def take(self, level: Level, found: Predicted) -> None:
@@ -111,26 +122,6 @@ class LevelInputs(RankedInputs):
         more = dict.fromkeys(names, (torch.long, (form.rows,)))
         super().__init__(form, more, ranks, device, scratch)
         self.features = torch.zeros(form.rows, features, device=device)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The kind of a head's rows. Rows of one kind can share a pass."""
-
-    true: bool  # True if they read the target's features, False if the head's own states
-    contrast: bool = False  # True if rows in free shapes want the contrast output
-    fixed: bool = False  # True for `LevelRows`
-
-
-TREE, TRUE = Kind(true=False, fixed=True), Kind(true=True, fixed=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LevelRows(Rows):
-    """A level in fixed shapes."""
-
-    level: Level
-    levels: "FixedLevels"
 
 
 class FixedLevels:
@@ -162,49 +153,39 @@ class FixedLevels:
         states: Tensor = known
         return states
 
-    def ask(self, level: Level) -> LevelRows:
-        kind = TREE if level.features is None else TRUE
-        rows = level.tokens, level.positions, level.segment
-        return LevelRows(
-            *rows, wanted=level.wanted, kind=kind, ranking=level.ranking, level=level, levels=self
-        )
+    def level(self, tokens: Tensor, positions: Tensor, segment: Segment, **how: Any) -> Level:
+        """Return a level, or true rows, as part of a pass; the arguments are as in `Level`."""
+        true = "features" in how
+        wanted, kind = (1, TRUE) if true else (tokens.shape[0], TREE)
+        return Level(tokens, positions, segment, wanted, kind=kind, levels=self, **how)
 
     def take(self, level: Level, found: Predicted) -> None:
         """Do nothing: the pass has written the states."""
 
-    def compute(self, parts: Sequence[LevelRows]) -> Sequence[Predicted]:
+    def compute(self, parts: Sequence[Level]) -> Sequence[Predicted]:
         """Compute levels by replaying a captured pass: of this session, and also of others if they
         are `placed`."""
-        true, contrast, least = parts[0].kind == TRUE, False, 1
-        asked, segments, stops = list[tuple[Level, FixedLevels]](), list[Segment](), list[int]()
-        rankings, rows, count = list[DeviceRanking | None](), list[slice](), 0
+        true, contrast, least = parts[0].kind is TRUE, False, 1
+        segments, rankings, stops, rows = join_parts(parts, last_alone=true)
+        asked = list[tuple[Level, FixedLevels]]()
         for part in parts:
-            level, own = part.level, part.levels
-            asked.append((level, own))
-            segments.append(part.segment)
-            rankings.append(part.ranking)
-            count += part.segment.count
-            stops.append(count)
-            last = len(asked) if true else count
-            rows.append(slice(last - part.wanted, last))
-            contrast, least = contrast or level.contrast, max(least, own._least_rows)
+            asked.append((part, part.levels))
+            contrast, least = contrast or part.contrast, max(least, part.levels._least_rows)
         form = form_of(segments, 1 if true else least, placed=self.placed)
         ranks, wanted = RankingShape.of(rankings), rows[-1].stop
         results = 1 << (wanted - 1).bit_length() if true else form.rows
         make = partial(self._open, form, ranks, results, true=true, contrast=contrast)
-        captured = self._head.graphs.captured if self.placed else self._cache.arena.captured
-        fixed = passes_of(captured, (contrast, ranks, true, results, form), make)
+        kept = self._head.graphs.captured if self.placed else self._cache.arena.captured
+        fixed = passes_of(kept, (contrast, ranks, true, results, form), make)
         tokens, positions = rows_of(parts)
         given: dict[str, NDArray[Any]] = {
             "tokens": tokens.numpy(),
             "positions": positions.numpy(),
             **(_true_rows(asked, stops) if true else _tree_rows(asked)),
         }
-        firsts = [(its.start, ranking) for its, ranking in zip(rows, rankings, strict=True)]
-        fixed.inputs.ask(segments, given, firsts)
         if true:
-            features = [one.features for one, _ in asked if one.features is not None]
-            fixed.inputs.features[:count] = joined(features)
+            fixed.inputs.features[: stops[-1]] = joined([part.features for part in parts])
+        fixed.inputs.ask(segments, given, zip(rows, rankings, strict=True))
         found = fixed.replay()
         arriving = None if ranks is None else fixed.inputs.fetch()
         logits = found.logits[:wanted].clone()
@@ -272,9 +253,7 @@ class FixedLevels:
                 inputs.rank(found.logits, ranks)
             return found
 
-        if ours is not None:
-            return FixedPass(inputs, self._capture(run))
-        return FixedPass(inputs, captured_over(cache, form, run, self._capture))
+        return FixedPass(inputs, captured(cache, form, run, self._capture, placed=self.placed))
 
 
 Asked = Sequence[tuple[Level, FixedLevels]]
@@ -327,10 +306,10 @@ def open_levels(
     return cache, FixedLevels(head, cache, capture, rows=of_tree, least_rows=least_rows)
 
 
-def compute_level(head: Head, levels: Levels, level: Level) -> Predicted:
+def compute_level(head: Head, level: Level) -> Predicted:
     """Compute a level of one session alone."""
-    (found,) = compute_rows(head, [levels.ask(level)])
-    levels.take(level, found)
+    (found,) = compute_rows(head, [level])
+    level.levels.take(level, found)
     return found
 
 
@@ -343,11 +322,16 @@ def adapts_shapes(tree: TreeSettings) -> bool:
 def compute_rows(head: Head, parts: Sequence[Rows]) -> Sequence[Predicted]:
     """Compute rows of one kind, of several sessions, in one pass; rows in fixed shapes share a pass
     where possible."""
-    kind = parts[0].kind
+    kind, found = parts[0].kind, list[Predicted]()
     assert isinstance(kind, Kind)
     if kind.fixed:
-        return _fixed(parts)
-    found = head.forward(
+        levels = cast(Sequence[Level], parts)
+        if len(parts) == 1:
+            return list[Predicted](levels[0].levels.compute(levels))
+        for some in some_at_a_time(parts, placed=levels[0].levels.placed):
+            found += levels[some.start].levels.compute(levels[some])
+        return found
+    predicted = head.forward(
         joined([part.tokens for part in parts]),
         joined([part.features for part in parts]),
         joined([part.positions for part in parts]),
@@ -357,20 +341,7 @@ def compute_rows(head: Head, parts: Sequence[Rows]) -> Sequence[Predicted]:
         contrast=kind.contrast,
     )
     counts = [part.wanted for part in parts]
-    later = [None] * len(parts) if found.contrast is None else torch.split(found.contrast, counts)
-    return [
-        Predicted(*its)
-        for its in zip(
-            torch.split(found.logits, counts), torch.split(found.states, counts), later, strict=True
-        )
-    ]
-
-
-def _fixed(parts: Sequence[Any]) -> Sequence[Predicted]:
-    """Compute `LevelRows` in as few passes as possible."""
-    if len(parts) == 1:
-        return list[Predicted](parts[0].levels.compute(parts))
-    found = list[Predicted]()
-    for some in some_at_a_time(parts, placed=parts[0].levels.placed):
-        found += parts[some.start].levels.compute(parts[some])
-    return found
+    logits, states = (torch.split(own, counts) for own in (predicted.logits, predicted.states))
+    contrast = predicted.contrast
+    later = [None] * len(parts) if contrast is None else torch.split(contrast, counts)
+    return [Predicted(*its) for its in zip(logits, states, later, strict=True)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError
-from dovetail.workers.drafters.head_levels import Kind, Level, Levels
+from dovetail.workers.drafters.head_levels import Kind, Levels
 from dovetail.workers.drafters.passes import Rows
 from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
 from dovetail.workers.models.segment import Cache, Paths, Segment
@@ -71,8 +71,8 @@ class HeadSession(GrowingSession):
         positions = torch.arange(first, first + count)
         if not (predicted and count <= MOST_TRUE and self.levels.ranks):
             segment, kind = Segment(cache, cache.length, count), Kind(true=True, contrast=contrast)
-            return Rows(tokens, positions, segment, int(predicted), kind, features)
-        level = Level(
+            return Rows(tokens, positions, segment, int(predicted), kind=kind, features=features)
+        return self.levels.level(
             tokens,
             positions,
             Segment(cache, cache.length, count, Paths.growing(cache.length, count)),
@@ -82,7 +82,6 @@ class HeadSession(GrowingSession):
             ranking=self.ranking_of(THE_ROOT),
             features=features,
         )
-        return self.levels.ask(level)
 
     def commit(self, count: int) -> None:
         """Turn the next `count` rows into true rows, and drop their features."""

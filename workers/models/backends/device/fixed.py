@@ -359,10 +359,12 @@ def passes_of(
     return found
 
 
-def captured_over(
-    cache: ArenaCache, form: Form, run: Callable[[], ResultT], capture: Capture
+def captured(
+    cache: ArenaCache, form: Form, run: Callable[[], ResultT], capture: Capture, *, placed: bool
 ) -> Callable[[], ResultT]:
-    """Return what replays a pass over the memory of one cache."""
+    """Return what replays a pass: over the memory of one cache, or wherever `placed` rows lie."""
+    if placed:
+        return capture(run)
     last = form.slots - 1  # which all rows write during a capture
     held = cache.rows[:, :, :, last].clone()
     replay = capture(run)

@@ -2,7 +2,7 @@
 children, ranked within the captured pass, to copy few numbers back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from dovetail.workers.models.backends.device.fixed import (
     Graphs,
     Inputs,
     Shapes,
-    captured_over,
+    captured,
     form_of,
     passes_of,
 )
@@ -142,17 +142,17 @@ class RankedInputs(Inputs):
         self,
         segments: Sequence[Segment],
         rows: dict[str, NDArray[Any]],
-        rankings: Sequence[tuple[int, DeviceRanking | None]] = (),
+        rankings: Iterable[tuple[slice, DeviceRanking | None]] = (),
     ) -> None:
-        """Send the rows of segments, and the first row and ranking of each."""
+        """Send the rows of segments, and their rankings with the results that each ranks."""
         if self._arriving is not None and self._arriving.found is None:
             self._arriving.take()
         self._arriving = None
         here, noise, start = self._packed.open(), list[Tensor](), 0
-        for first, ranking in rankings:
+        for own, ranking in rankings:
             if ranking is None:
                 continue
-            own = slice(first, first + len(ranking.sharpenings))
+            first = own.start
             here["sharpenings"][own] = ranking.sharpenings
             here["temperatures"][own] = 0.0 if ranking.noise is None else ranking.temperatures
             if ranking.noise is not None:
@@ -249,6 +249,24 @@ class AskedRows:
     """The ranking of the children of the wanted rows, for a captured pass; None: the host ranks."""
 
 
+def join_parts(
+    parts: Sequence[AskedRows], *, last_alone: bool = False
+) -> tuple[list[Segment], list[DeviceRanking | None], list[int], list[slice]]:
+    """Return the segments and rankings of the parts of a pass, the row behind each part, and which
+    of the pass's results are its own. `last_alone`: a pass has results of each part's last row
+    alone."""
+    segments, rankings = list[Segment](), list[DeviceRanking | None]()
+    stops, results, count = list[int](), list[slice](), 0
+    for part in parts:
+        segments.append(part.segment)
+        rankings.append(part.ranking)
+        count += part.segment.count
+        stops.append(count)
+        last = len(stops) if last_alone else count
+        results.append(slice(last - part.wanted, last))
+    return segments, rankings, stops, results
+
+
 @dataclass(eq=False)
 class Levels:
     """The levels of one model."""
@@ -288,33 +306,24 @@ class Levels:
 
     def _pass(self, states: Tensor, parts: Sequence[AskedRows], *, placed: bool) -> list[Ranked]:
         """Compute parts in one pass; unless `placed`, there is one part."""
-        rankings, segments, rows = list[DeviceRanking | None](), list[Segment](), list[slice]()
-        firsts, count = list[tuple[int, DeviceRanking | None]](), 0
-        for part in parts:
-            segments.append(part.segment)
-            rankings.append(part.ranking)
-            count += part.segment.count
-            rows.append(slice(count - part.wanted, count))
-            firsts.append((count - part.wanted, part.ranking))
+        segments, rankings, stops, results = join_parts(parts)
         form, ranks = form_of(segments, placed=placed), RankingShape.of(rankings)
         cache = segments[0].cache
         assert isinstance(cache, ArenaCache)
-        captured = self.graphs.captured if placed else cache.arena.captured
+        kept = self.graphs.captured if placed else cache.arena.captured
         make = partial(self._open, cache, form, ranks, placed=placed)
-        level = passes_of(captured, (self, form, ranks), make)
+        level = passes_of(kept, (self, form, ranks), make)
         positions = parts[0].positions
         if len(parts) > 1:
             positions = joined([part.positions for part in parts])
         given = {"states": states.numpy(), "positions": positions.numpy()}
-        level.inputs.ask(segments, given, firsts)
+        level.inputs.ask(segments, given, zip(results, rankings, strict=True))
         logits = level.replay()
         arriving = None if ranks is None else level.inputs.fetch()
-        logits = logits[:count].to(torch.float32, copy=True)
+        logits = logits[: stops[-1]].to(torch.float32, copy=True)
         return [
-            Ranked(
-                logits[own], None if arriving is None or ranking is None else Fetched(arriving, own)
-            )
-            for own, ranking in zip(rows, rankings, strict=True)
+            Ranked(logits[own], Fetched(arriving, own) if arriving and ranking else None)
+            for own, ranking in zip(results, rankings, strict=True)
         ]
 
     def _open(
@@ -339,9 +348,7 @@ class Levels:
                 inputs.rank(logits.float(), ranks)
             return logits
 
-        if placed:
-            return FixedPass(inputs, self.capture(run))
-        return FixedPass(inputs, captured_over(cache, form, run, self.capture))
+        return FixedPass(inputs, captured(cache, form, run, self.capture, placed=placed))
 
 
 class Captured(ABC):
@@ -362,7 +369,7 @@ class Captured(ABC):
         for place, part in enumerate(parts):
             segment = self._own(part.segment)
             if self.levels.covers(segment):
-                own.append(replace(part, segment=segment))
+                own.append(part if segment is part.segment else replace(part, segment=segment))
                 places.append(place)
             found.append(None)
         if own:
@@ -376,7 +383,7 @@ class Captured(ABC):
         else None."""
         if len(asked.segments) > 1 or asked.kept.wanted:
             return None
-        own = AskedRows(asked.tokens, asked.positions, asked.segments[0], len(asked.tokens))
+        own = LevelRows(asked.tokens, asked.positions, asked.segments[0], len(asked.tokens))
         (level,) = self.levels_of([own])
         if level is None or asked.rows is None:
             return None if level is None else level.logits
