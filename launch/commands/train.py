@@ -22,7 +22,6 @@ from dovetail.launch.console.help import (
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.training.run import TrainingOptions, show_progress, tell, train_head
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import HEAD_KINDS
 from dovetail.workers.training.recipes import TRAINED, Option, TrainedKind
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
 
 
 def head_commands() -> list[click.Command]:
-    return [_command(kind, TRAINED[kind]) for kind in HEAD_KINDS]
+    return [_command(kind, entry) for kind, entry in TRAINED.items()]
 
 
 def _own(own: Option) -> Callable[[Any], Any]:

@@ -30,7 +30,8 @@ from dovetail.workers.models.segment import Segment
 from dovetail.workers.training.folder import shape_for
 from dovetail.workers.training.heads.dovetail import DovetailHead
 from dovetail.workers.training.heads.eagle3 import Eagle3Head
-from dovetail.workers.training.heads.trainable import HeadShape, Seen, mask_of
+from dovetail.workers.training.heads.trainable import Seen, mask_of
+from dovetail.workers.training.recipes import recipe_of
 from dovetail.workers.training.target_parts import read_target
 from dovetail.workers.training.trainer import new_head
 from support.cases import everyday
@@ -139,7 +140,7 @@ def test_the_draft_loads_the_folder_and_computes_the_same_logits(
         read_target(str(TARGET)),
     )
     trained = json.loads((folder / "training.json").read_text())
-    oracle = new_head(HeadShape(**trained["shape"]), seed=1)
+    oracle = new_head(recipe_of(kind).shape(**trained["shape"]), seed=1)
     oracle.load_state_dict(
         {
             name: value.float() if value.is_floating_point() else value

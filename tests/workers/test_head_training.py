@@ -33,16 +33,20 @@ from dovetail.workers.training.trainer import new_head
 from support.cases import everyday
 
 H, V, N = 16, 40, 14
+
+
+def shape(kind: str, **own: Any) -> HeadShape:
+    return recipe_of(kind).shape(kind, H, 4, 2, 4, 24, V, **own)
+
+
 SHAPES = {
-    "eagle": HeadShape("eagle", H, 4, 2, 4, 24, V),
-    "eagle3": HeadShape("eagle3", H, 4, 2, 4, 24, V, draft_vocabulary=30),
-    "dovetail": HeadShape("dovetail", H, 4, 2, 4, 24, V, blocks=2),
-    "dovetail-paper": HeadShape(
-        "dovetail", H, 4, 2, 4, 24, V, dgf_silu=False, dgf_embed_norm=False
-    ),
-    "jakiro": HeadShape("jakiro", H, 4, 2, 4, 24, V),
-    "jakiro-3": HeadShape("jakiro", H, 4, 2, 4, 24, V, experts=3),
-    "jakiro-plain": HeadShape("jakiro", H, 4, 2, 4, 24, V, contrast=False),
+    "eagle": shape("eagle"),
+    "eagle3": shape("eagle3", draft_vocabulary=30),
+    "dovetail": shape("dovetail", blocks=2),
+    "dovetail-paper": shape("dovetail", dgf_silu=False, dgf_embed_norm=False),
+    "jakiro": shape("jakiro"),
+    "jakiro-3": shape("jakiro", experts=3),
+    "jakiro-plain": shape("jakiro", contrast=False),
 }
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 

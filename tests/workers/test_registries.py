@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from dovetail.launch.settings.configure import configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.commands.train import head_commands
+from dovetail.launch.training.run import Wish, train_head
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.policies import POLICIES, PolicyTraits
@@ -46,6 +50,10 @@ from dovetail.workers.speculation.growth import GrowingTree, Nodes
 from dovetail.workers.speculation.history import CONSTRAINTS, History
 from dovetail.workers.speculation.policy import root_pass
 from dovetail.workers.speculation.proposal import Proposal, Shape
+from dovetail.workers.training.heads import trainable
+from dovetail.workers.training.heads.recipe import EAGLE_PLAN, HeadRecipe
+from dovetail.workers.training.heads.trainable import TrainableHead
+from dovetail.workers.training.recipes import TRAINED, TrainedKind
 from support.heads import VARIANTS, head_config, head_tensors, write_files
 from support.levels import levels_of
 from support.pairs import PairOfWorkers
@@ -149,6 +157,36 @@ def test_a_kind_of_head_is_added_by_the_table_alone(
         found.append(levels_of(worker.engine.head, None))
         assert reply(llama_folder, worker, DYNAMIC) == alone(llama_folder)
     torch.testing.assert_close(found[0], found[1])
+
+
+class SumHead(TrainableHead):
+    def __init__(self, shape: Any) -> None:
+        super().__init__(shape)
+        self.layers = torch.nn.ModuleList([trainable.Block(shape, 0)])
+
+    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Any) -> Any:
+        return self.layers[0](embedded + state, self.turn(positions), seen)
+
+
+class SumRecipe(HeadRecipe):
+    architecture, paper, trainable = "LlamaForCausalLMSum", EAGLE_PLAN, SumHead
+
+
+def test_a_kind_of_head_is_trained_by_an_entry_in_the_table_of_recipes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "sum", Sum())
+    monkeypatch.setitem(TRAINED, "sum", TrainedKind("a sum: the simplest fusion", SumRecipe))
+    assert "sum" in [command.name for command in head_commands()]
+    ids = [[0, *range(10 + n, 30 + n), 1] for n in range(40)]
+    np.array(ids, dtype="<u2").tofile(tmp_path / "text.bin")
+    pace: Any = {"steps": 2, "batch": 2, "length": 32, "number": "fp32"}
+    train_head(Wish(kind="sum", out=tmp_path / "head", data=(tmp_path / "text.bin",), **pace))
+    settings = DraftSettings(model=str(tmp_path / "head"), device="cpu")
+    target = str(DEMO_FOLDER / "target")
+    worker = open_draft_worker(settings, name="sum", threads=1, target=target)
+    assert isinstance(worker.engine, HeadDrafter)
+    assert worker.engine.head.spec.kind == "sum"
 
 
 @dataclass

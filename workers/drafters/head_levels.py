@@ -38,7 +38,6 @@ from dovetail.workers.models.backends.device.levels import (
     rows_of,
     some_at_a_time,
 )
-from dovetail.workers.models.backends.device.ranked import Fetched, RankedInputs, RankingShape
 from dovetail.workers.models.backends.device.rows import PlacedRows
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.speculation.growth import Nodes

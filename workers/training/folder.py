@@ -46,14 +46,14 @@ def shape_for(
     config = target.config
     vocabulary, hidden = target.frozen.embedding.shape
     heads = int(config["num_attention_heads"])
-    return HeadShape(
+    recipe = recipe_of(kind)
+    return recipe.shape(
         kind=kind,
         hidden=hidden,
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),
-        intermediate=intermediate
-        or recipe_of(kind).intermediate(hidden, int(config["intermediate_size"])),
+        intermediate=intermediate or recipe.intermediate(hidden, int(config["intermediate_size"])),
         vocabulary=vocabulary,
         rope_theta=float(
             config.get("rope_theta")

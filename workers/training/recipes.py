@@ -4,8 +4,10 @@ recipe, and its presets: as in its paper, or in minutes for a very small target.
 The command line imports this file, so it does not import torch, which takes seconds; `recipe_of`
 does."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -41,12 +43,20 @@ class TrainedKind:
     """A kind of head for the command line."""
 
     what: str  # its description in `dovetail train`
+    recipe: "Callable[[], HeadRecipe]"  # imports torch
     options: tuple[Option, ...] = ()
 
 
-TRAINED: Mapping[str, TrainedKind] = {
+def _recipe(module: str, name: str) -> "HeadRecipe":
+    found = getattr(import_module(f"dovetail.workers.training.heads.{module}"), name)
+    recipe: HeadRecipe = found()
+    return recipe
+
+
+TRAINED: dict[str, TrainedKind] = {
     "dovetail": TrainedKind(
         "a Dovetail head: gated fusion and one to six decoder layers",
+        partial(_recipe, "dovetail", "DovetailRecipe"),
         (
             Option("--blocks", "Decoder layers.", "count", least=1, most=6, default=1),
             Option(
@@ -67,6 +77,7 @@ TRAINED: Mapping[str, TrainedKind] = {
     ),
     "jakiro": TrainedKind(
         "a Jakiro head: experts, and a contrast that predicts one token further",
+        partial(_recipe, "jakiro", "JakiroRecipe"),
         (
             Option("--experts", "Experts, of which two run.", "count", least=2, most=4, default=2),
             Option(
@@ -87,6 +98,7 @@ TRAINED: Mapping[str, TrainedKind] = {
     ),
     "eagle3": TrainedKind(
         "an EAGLE-3 head: three residual streams, one layer, its own output head",
+        partial(_recipe, "eagle3", "Eagle3Recipe"),
         (
             Option(
                 "--draft-vocabulary",
@@ -97,24 +109,15 @@ TRAINED: Mapping[str, TrainedKind] = {
         ),
     ),
     "eagle": TrainedKind(
-        "an EAGLE-1/2 head: embedding and last hidden state through one decoder layer"
+        "an EAGLE-1/2 head: embedding and last hidden state through one decoder layer",
+        partial(_recipe, "eagle", "EagleRecipe"),
     ),
 }
 
 
 def recipe_of(kind: str) -> "HeadRecipe":
     """Return the recipe of a kind of head; imports torch."""
-    from dovetail.workers.training.heads.dovetail import DovetailRecipe
-    from dovetail.workers.training.heads.eagle import EagleRecipe
-    from dovetail.workers.training.heads.eagle3 import Eagle3Recipe
-    from dovetail.workers.training.heads.jakiro import JakiroRecipe
-
-    return {
-        "dovetail": DovetailRecipe,
-        "eagle": EagleRecipe,
-        "eagle3": Eagle3Recipe,
-        "jakiro": JakiroRecipe,
-    }[kind]()
+    return TRAINED[kind].recipe()
 
 
 def plan_for(kind: str, hidden: int, preset: Preset | None = None) -> "Plan":

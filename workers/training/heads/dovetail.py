@@ -1,5 +1,6 @@
 """Dovetail in training."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +20,20 @@ from dovetail.workers.training.heads.trainable import (
 from dovetail.workers.training.target_parts import TargetParts
 
 
+@dataclass(frozen=True)
+class DovetailShape(HeadShape):
+    """The shape of a Dovetail head."""
+
+    dgf_silu: bool = True
+    dgf_embed_norm: bool = True
+
+
 class DovetailHead(TrainableHead):
     """The trainable head; the matrices of its fusion are stored [in, out]."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    shape: DovetailShape
+
+    def __init__(self, shape: DovetailShape) -> None:
         super().__init__(shape)
         self.input_layernorm = Norm(shape.hidden, shape.norm_eps)
         self.W_1 = nn.Parameter(torch.empty(shape.hidden, shape.hidden))
@@ -56,7 +67,7 @@ class DovetailRecipe(HeadRecipe):
     """Dovetail main.py."""
 
     architecture = "LlamaForCausalLMDovetail"  # a placeholder name
-    paper, trainable = EAGLE_PLAN, DovetailHead
+    paper, trainable, shape = EAGLE_PLAN, DovetailHead, DovetailShape
 
-    def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
+    def fields(self, shape: DovetailShape, taps: Shape) -> dict[str, Any]:
         return {"dgf_silu": shape.dgf_silu, "dgf_embed_norm": shape.dgf_embed_norm}

@@ -1,5 +1,6 @@
 """EAGLE-1/2 in training."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,15 +18,22 @@ from dovetail.workers.training.heads.trainable import (
 from dovetail.workers.training.target_parts import TargetParts
 
 
+@dataclass(frozen=True)
+class EagleShape(HeadShape):
+    """The shape of an EAGLE-1/2 head."""
+
+    bias: bool = True  # of `fc`
+
+
 class EagleHead(TrainableHead):
     """The trainable head."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: EagleShape) -> None:
         super().__init__(shape)
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
         self.layers = nn.ModuleList([self.block(shape)])
 
-    def block(self, shape: HeadShape) -> Block:
+    def block(self, shape: Any) -> Block:
         """Return the decoder layer."""
         return Block(shape, 0)
 
@@ -46,7 +54,7 @@ class EagleRecipe(HeadRecipe):
     """EAGLE main.py."""
 
     architecture = "LlamaForCausalLMEagle"  # SGLang's name
-    paper, trainable = EAGLE_PLAN, EagleHead
+    paper, trainable, shape = EAGLE_PLAN, EagleHead, EagleShape
 
-    def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
+    def fields(self, shape: EagleShape, taps: Shape) -> dict[str, Any]:
         return {"bias": shape.bias, "qkv_bias": False}

@@ -1,6 +1,7 @@
 """EAGLE-3 in training."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,18 @@ from dovetail.workers.training.heads.trainable import (
 from dovetail.workers.training.plan import Plan, Recipe
 from dovetail.workers.training.run import Pace
 from dovetail.workers.training.target_parts import Frozen, TargetParts
+
+
+@dataclass(frozen=True)
+class Eagle3Shape(HeadShape):
+    """The shape of an EAGLE-3 head."""
+
+    draft_vocabulary: int = 0  # the size of its output head's vocabulary; 0: all tokens
+    taps: int = 3  # how many residual streams of the target it reads, concatenated
+
+    @property
+    def own_vocabulary(self) -> int:
+        return self.draft_vocabulary or self.vocabulary
 
 
 class MiddleLayer(nn.Module):
@@ -53,10 +66,11 @@ class Eagle3Head(TrainableHead):
     reads_taps = True
     own_output = True
 
+    shape: Eagle3Shape
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape)
         self.fc = nn.Linear(shape.taps * shape.hidden, shape.hidden, bias=False)
         self.midlayer = MiddleLayer(shape)
@@ -136,7 +150,7 @@ class Eagle3Recipe(HeadRecipe):
         batch=2,
         length=2048,
     )
-    trainable = Eagle3Head
+    trainable, shape = Eagle3Head, Eagle3Shape
 
     def choices(
         self, options: Mapping[str, Any], *, taps: Sequence[int], vocabulary_size: int
@@ -153,11 +167,11 @@ class Eagle3Recipe(HeadRecipe):
             )
         return {"draft_vocabulary": wanted}
 
-    def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
+    def fields(self, shape: Eagle3Shape, taps: Shape) -> dict[str, Any]:
         return {
             "draft_vocab_size": shape.own_vocabulary,
             "eagle_aux_hidden_state_layer_ids": list(taps),
         }
 
-    def shape_words(self, shape: HeadShape) -> list[str]:
+    def shape_words(self, shape: Eagle3Shape) -> list[str]:
         return [f"{shape.own_vocabulary:,} of {shape.vocabulary:,} tokens"]

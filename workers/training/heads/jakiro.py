@@ -1,16 +1,25 @@
 """Jakiro in training."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.workers.heads.spec import Shape
-from dovetail.workers.training.heads.eagle import EagleHead
+from dovetail.workers.training.heads.eagle import EagleHead, EagleShape
 from dovetail.workers.training.heads.recipe import HeadRecipe
-from dovetail.workers.training.heads.trainable import Block, HeadOutput, HeadShape, Mlp, Seen, Turn
+from dovetail.workers.training.heads.trainable import Block, HeadOutput, Mlp, Seen, Turn
 from dovetail.workers.training.plan import Plan, Recipe
 from dovetail.workers.training.run import Pace
+
+
+@dataclass(frozen=True)
+class JakiroShape(EagleShape):
+    """The shape of a Jakiro head."""
+
+    experts: int = 2
+    contrast: bool = True
 
 
 class Experts(nn.Module):
@@ -21,7 +30,7 @@ class Experts(nn.Module):
     router's two first choices run, its softmax is taken over these two, and the contrast rows
     belong to its first and second choice."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: JakiroShape) -> None:
         super().__init__()
         self.count, self.contrast = shape.experts, shape.contrast
         self.gate = nn.Linear(
@@ -53,7 +62,7 @@ class Experts(nn.Module):
 class JakiroBlock(Block):
     """The trainable decoder layer."""
 
-    def add_mlp(self, shape: HeadShape) -> None:
+    def add_mlp(self, shape: Any) -> None:
         self.mlp_moe = Experts(shape)
 
     def forward(self, x: Tensor, by: Turn, seen: Seen) -> HeadOutput:
@@ -65,7 +74,7 @@ class JakiroBlock(Block):
 class JakiroHead(EagleHead):
     """The trainable head."""
 
-    def block(self, shape: HeadShape) -> Block:
+    def block(self, shape: JakiroShape) -> Block:
         return JakiroBlock(shape, 0)
 
 
@@ -79,12 +88,12 @@ class JakiroRecipe(HeadRecipe):
         batch=4,
         length=2048,
     )
-    trainable = JakiroHead
+    trainable, shape = JakiroHead, JakiroShape
 
     def intermediate(self, hidden: int, of_target: int) -> int:
         return hidden
 
-    def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
+    def fields(self, shape: JakiroShape, taps: Shape) -> dict[str, Any]:
         return {
             "bias": shape.bias,
             "qkv_bias": False,
@@ -92,10 +101,10 @@ class JakiroRecipe(HeadRecipe):
             "num_experts_per_tok": 2,
         }
 
-    def shape_words(self, shape: HeadShape) -> list[str]:
+    def shape_words(self, shape: JakiroShape) -> list[str]:
         return [f"{shape.experts} experts, {'with' if shape.contrast else 'without'} contrast"]
 
-    def loss_words(self, shape: HeadShape, recipe: Recipe) -> list[str]:
+    def loss_words(self, shape: JakiroShape, recipe: Recipe) -> list[str]:
         if not shape.contrast:
             return []
         weights = f"{recipe.contrast_feature:g} and {recipe.contrast_cross_entropy:g}"

@@ -21,6 +21,7 @@ class HeadRecipe:
     architecture: ClassVar[str]  # `architectures` in its config.json
     paper: ClassVar[Plan]  # the recipe of its paper
     trainable: ClassVar[type[TrainableHead]]
+    shape: ClassVar[type[HeadShape]] = HeadShape
 
     def choices(
         self, options: Mapping[str, Any], *, taps: Sequence[int], vocabulary_size: int
@@ -33,14 +34,14 @@ class HeadRecipe:
         """Return the default width of the MLP."""
         return of_target
 
-    def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
-        """Return the keys of config.json that only this kind has."""
+    def fields(self, shape: Any, taps: Shape) -> dict[str, Any]:
+        """Return the keys of config.json that only this kind has; `shape` is of its own class."""
         return {}
 
-    def shape_words(self, shape: HeadShape) -> list[str]:
+    def shape_words(self, shape: Any) -> list[str]:
         """Return further lines about a head's shape for its model card."""
         return []
 
-    def loss_words(self, shape: HeadShape, recipe: Recipe) -> list[str]:
+    def loss_words(self, shape: Any, recipe: Recipe) -> list[str]:
         """Return further lines about a head's losses for its model card."""
         return []

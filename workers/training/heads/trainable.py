@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ Turn = tuple[Tensor, Tensor]  # cosines and sines [B, 1, n, head_dim]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The shape of a head before it is built; all widths are numbers of one row."""
+    """The shape of a head before it is built; all widths are numbers of one row. Kinds with further
+    numbers have a subclass."""
 
     kind: str
     hidden: int
@@ -39,14 +40,7 @@ class HeadShape:
     head_dim: int
     intermediate: int
     vocabulary: int  # tokens of the target, V
-    draft_vocabulary: int = 0  # EAGLE-3: the size of its output head's vocabulary; 0: all tokens
-    taps: int = 3  # EAGLE-3: how many residual streams of the target it reads, concatenated
     blocks: int = 1
-    experts: int = 2
-    contrast: bool = True
-    dgf_silu: bool = True
-    dgf_embed_norm: bool = True
-    bias: bool = True  # EAGLE-1/2 and Jakiro: whether `fc` has a bias
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     context: int = 2048  # positions that it is trained for
@@ -54,7 +48,7 @@ class HeadShape:
     @property
     def own_vocabulary(self) -> int:
         """The number of logits of this head, Vd."""
-        return self.draft_vocabulary or self.vocabulary
+        return self.vocabulary
 
 
 @dataclass
@@ -200,7 +194,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
         self.add_mlp(shape)
 
-    def add_mlp(self, shape: HeadShape) -> None:
+    def add_mlp(self, shape: Any) -> None:
         """Add the MLP, or what replaces it."""
         self.mlp = Mlp(shape.hidden, shape.intermediate)
 
@@ -228,9 +222,10 @@ class TrainableHead(nn.Module, ABC):
     """True if its features are residual streams instead of the last hidden state."""
     own_output: ClassVar[bool] = False  # True if it has its own output head
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: Any) -> None:
+        """`shape`: of the kind's own class."""
         super().__init__()
-        self.shape = shape
+        self.shape: HeadShape = shape
 
     def begin(self, features: Tensor) -> Tensor:
         """Return the input state of step 0: features [B, n, W] -> [B, n, H]."""

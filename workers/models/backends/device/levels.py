@@ -383,7 +383,7 @@ class Captured(ABC):
         else None."""
         if len(asked.segments) > 1 or asked.kept.wanted:
             return None
-        own = LevelRows(asked.tokens, asked.positions, asked.segments[0], len(asked.tokens))
+        own = AskedRows(asked.tokens, asked.positions, asked.segments[0], len(asked.tokens))
         (level,) = self.levels_of([own])
         if level is None or asked.rows is None:
             return None if level is None else level.logits
