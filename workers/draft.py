@@ -5,12 +5,16 @@ Enforces the rules of rounds, measures spans, registers. Knows one session per n
 links. The engines are in `drafters/`: a small model, a head of the target, or n-grams without a
 model, in which case torch is never imported."""
 
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import (
     MAX_SPANS,
@@ -25,20 +29,44 @@ from dovetail.protocol.messages import (
     Fed,
     Feed,
     Hello,
+    Limits,
     Open,
     Opened,
     Read,
     Reading,
     ReadItem,
+    VocabularyFacts,
 )
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.drafters.engine import Engine, Keeper, PartReader, Reader, SessionT
-from dovetail.workers.drafters.identity import MAX_OPEN, Identity
+from dovetail.protocol.vocabulary import TokenTable
+from dovetail.workers.drafters.engine import Engine, SessionT
 from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.speculation.proposal import Order, Price, Proposal, Shape
+
+MAX_OPEN = 1024  # the most open sessions, each with its own cache; memory is the real bound
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a draft worker registers with. Without a vocabulary it knows only the tokens that it is
+    sent."""
+
+    name: str
+    model: str
+    device: str
+    threads: int
+    context: int
+    vocabulary: VocabularyFacts | None = None
+    table: TokenTable | None = None
+    weights: str = ""
+    curves: Sequence[ContextCurve] = ()
+    """The cost of a level of its tree, from this machine's profile file."""
+    kept_tokens: int = 0  # the number of tokens of ended sessions whose rows it can keep
+    together: int = 1  # the most sessions that it drafts for in one pass
+    kept_beside: int = 0  # tokens by which each session counts more, for its recurrent states
 
 
 @dataclass
@@ -60,22 +88,10 @@ class DraftWorker(Generic[SessionT]):
         identity: Identity,
         spans: Spans,
         *,
-        reader: Reader[SessionT] | None = None,
-        keeper: Keeper[SessionT] | None = None,
-        parts: PartReader[SessionT] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`spans` and `clock`: those of the engine; `reader`, `keeper`, `parts`: the engine, if it
-        reads features, keeps rows, or prefills in chunks."""
-        self._parts = parts
-        self._engine, self._reader, self._keeper, self._identity, self._spans, self._clock = (
-            engine,
-            reader,
-            keeper,
-            identity,
-            spans,
-            clock,
-        )
+        """`spans` and `clock`: those of the engine."""
+        self._engine, self._identity, self._spans, self._clock = engine, identity, spans, clock
         self._held: dict[int, _Held[SessionT]] = {}
         self._kept: KeptSessions[Left] = KeptSessions(identity.kept_tokens, identity.kept_beside)
         self._to_learn = False
@@ -107,10 +123,31 @@ class DraftWorker(Generic[SessionT]):
     def hello(self, epoch: int) -> Hello:
         """Return the registration; from now on events carry `epoch`."""
         self._epoch = epoch
-        reads = None if self._reader is None else self._reader.reads
-        prompt_rows = 0 if self._parts is None else self._parts.prompt_rows
-        shares = self._keeper is not None and self._keeper.shares
-        return self._identity.hello(epoch, reads=reads, prompt_rows=prompt_rows, shares=shares)
+        engine, its = self._engine, self._identity
+        return Hello(
+            epoch=epoch,
+            roles=("draft",),
+            name=its.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            model=its.model,
+            device=its.device,
+            weights=its.weights,
+            threads=its.threads,
+            limits=Limits(
+                context=its.context,
+                sessions=MAX_OPEN,
+                kept=its.kept_tokens,
+                prompt_rows=engine.prompt_rows,
+                together=its.together,
+                shares=bool(its.kept_tokens) and engine.keeps and engine.shares,
+            ),
+            vocabulary=its.vocabulary,
+            table=None if its.table is None else Array.of(its.table.packed),
+            reads=engine.reads,
+            cores=tuple(sorted(os.sched_getaffinity(0))) if its.device == "cpu" else (),
+            curves=tuple(its.curves),
+        )
 
     def handle(self, command: Command) -> Iterable[Event]:
         """Carry out a command and return its answers; none if it is stale. Raises `RequestError`,
@@ -168,9 +205,8 @@ class DraftWorker(Generic[SessionT]):
 
     def suspend(self) -> KeptSessions[Left]:
         held, self._held = self._held, {}
-        for number, one in held.items():
-            if self._keeper is not None:
-                self._kept.hold(number, self._keeper.keep(one.session))
+        for number, one in held.items() if self._engine.keeps else ():
+            self._kept.hold(number, self._engine.keep(one.session))
         return self._kept
 
     def _grow_ahead(self) -> Sequence[int]:
@@ -194,11 +230,8 @@ class DraftWorker(Generic[SessionT]):
                 "start another worker",
             )
         self._engine.check_tokens(command.prompt)
-        left = self._kept.base(command, self._open_base(command.base))
-        session = (
-            self._engine.open(command)
-            if left is None or self._keeper is None
-            else self._keeper.open(command, base=left)
+        session = self._engine.open(
+            command, self._kept.base(command, self._open_base(command.base))
         )
         if not session.readable:
             print(
@@ -213,7 +246,7 @@ class DraftWorker(Generic[SessionT]):
     def _open_base(self, number: int | None) -> Left | None:
         """Return the log and rows of an open session."""
         held = self._held.get(number or 0)
-        return None if held is None or self._keeper is None else self._keeper.left(held.session)
+        return None if held is None or not self._engine.keeps else self._engine.left(held.session)
 
     def _opened(self, about: Open | ReadItem, session: SessionT) -> Opened | Reading:
         """Return Opened if the whole prompt has been prefilled, else Reading."""
@@ -223,14 +256,14 @@ class DraftWorker(Generic[SessionT]):
             "round": about.round,
             "spans": self._spans.take(MAX_SPANS),
         }
-        done, left = (0, 0) if self._parts is None else self._parts.rows(session)
+        done, left = self._engine.rows(session) if self._engine.prompt_rows else (0, 0)
         return Reading(**told, done=done) if left else Opened(**told)
 
     def _read(self, item: ReadItem) -> Opened | Reading:
         held = find_session(self._held, item.session)
-        if self._parts is None:
+        if not self._engine.prompt_rows:
             raise RequestError("role", "this draft reads prompts whole: send Open without `read`")
-        done, left = self._parts.rows(held.session)
+        done, left = self._engine.rows(held.session)
         if item.start < done or item.round != held.round:
             raise StaleError(f"rows of session {item.session} from {item.start} on have been read")
         if item.start > done or not left:
@@ -239,26 +272,20 @@ class DraftWorker(Generic[SessionT]):
                 f"session {item.session}: rows from {item.start} on were asked for, but {done} "
                 "have been read; open the session again",
             )
-        self._parts.read(held.session, item.rows)
+        self._engine.read(held.session, item.rows)
         return self._opened(item, held.session)
 
     def _close(self, number: int, *, keep: bool) -> None:
         held = self._held.pop(number, None)
         if not keep:
             self._kept.drop(number)
-        elif (
-            held is not None
-            and self._keeper is not None
-            and self._kept.takes(len(held.session.log))
-        ):
-            self._kept.add(number, self._keeper.keep(held.session))
+        elif held and self._engine.keeps and self._kept.takes(len(held.session.log)):
+            self._kept.add(number, self._engine.keep(held.session))
 
     def _feed(self, command: Feed) -> Fed:
         held = find_session(self._held, command.session)
-        if self._reader is None:
-            raise RequestError("role", "this draft reads no features of its target")
         try:
-            self._reader.feed(held.session, command.start, command.features)
+            self._engine.feed(held.session, command.start, command.features)
         except (RequestError, StaleError):
             raise
         except BaseException:  # some rows may have been computed
@@ -339,8 +366,8 @@ class DraftWorker(Generic[SessionT]):
     def _order(self, command: Draft, start_ns: int) -> Order[SessionT]:
         """Return the order for the engine, after taking the features that came with it."""
         session, deadline_ms = self._held[command.session].session, command.deadline_ms
-        if self._reader is not None and command.features is not None:
-            self._reader.take_features(session, command.features)
+        if command.features is not None:
+            self._engine.take_features(session, command.features)
         return Order(
             session,
             command.accepted,
@@ -370,13 +397,7 @@ class DraftWorker(Generic[SessionT]):
                 f"proposal of round {held.round}",
             )
         self._engine.check_tokens([command.bonus, *command.more])
-        if self._reader is not None:
-            self._reader.check_features(held.session, committed, command.features)
-        elif command.features is not None:
-            raise RequestError(
-                "protocol",
-                f"session {command.session}: features came, but this draft reads none",
-            )
+        self._engine.check_features(held.session, committed, command.features)
 
     def _drafted(self, command: Draft, proposal: Proposal, start_ns: int) -> Drafted:
         held, self._to_learn = self._held[command.session], True

@@ -33,9 +33,8 @@ from dovetail.protocol.settings import (
 from dovetail.protocol.spans import Spans
 from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.draft import DraftWorker
-from dovetail.workers.drafters.identity import Identity
-from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
+from dovetail.workers.draft import DraftWorker, Identity
+from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, DraftSession
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.language_model import LanguageModel
@@ -135,12 +134,14 @@ class InTurn:
             return self._worker.suspend()
 
 
-class _Draft(DraftWorker[SharedSession]):
+class _Draft(DraftWorker[DraftSession]):
     """A draft worker whose sessions know their numbers."""
 
     def _open(self, command: Open) -> Opened | Reading:
         opened = super()._open(command)
-        self.session(command.session).number = command.session
+        session = self.session(command.session)
+        assert isinstance(session, SharedSession)
+        session.number = command.session
         return opened
 
     def _drafts(self, command: Drafts) -> Iterator[Event]:

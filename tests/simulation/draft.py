@@ -15,9 +15,8 @@ import numpy as np
 from dovetail.launch.planning.acceptance import About, Floats, Ints, Position, Recording
 from dovetail.protocol.messages import Open
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.draft import DraftWorker
+from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.passes import EMPTY, Steps
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import GrowingSession
@@ -188,7 +187,7 @@ class RecordedDrafter(Grower[RecalledSession]):
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Every token was recorded."""
 
-    def open(self, order: Open) -> RecalledSession:
+    def open(self, order: Open, base: None = None) -> RecalledSession:
         """Return a session of a prompt that was recorded."""
         tree, prompt = order.tree, order.prompt[: len(order.prompt) - order.replied]
         recalled = Recalled(self._replies[prompt], self._about.head, self._coverage)

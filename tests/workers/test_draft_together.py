@@ -16,9 +16,8 @@ from dovetail.protocol.spans import Spans
 from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.draft import DraftWorker
+from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.tree import Grower
 from dovetail.workers.heads.head import open_head

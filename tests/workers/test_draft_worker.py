@@ -32,8 +32,7 @@ from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers import draft as draft_worker
 from dovetail.workers import kernels
 from dovetail.workers.devices.memory import is_out_of_memory
-from dovetail.workers.draft import DraftWorker
-from dovetail.workers.drafters.identity import Identity
+from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.model import Drafter, DraftSession
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.language_model import LanguageModel

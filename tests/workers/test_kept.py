@@ -33,11 +33,10 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.draft import DraftWorker
+from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.head_levels import Capture
 from dovetail.workers.drafters.head_session import HeadLeft, HeadSession
-from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head, open_head
@@ -659,7 +658,6 @@ def worker(llama: LanguageModel) -> DraftWorker[DraftSession]:
         engine,
         Identity("tiny", "tiny", "cpu", 1, llama.context, kept_tokens=20),
         spans,
-        keeper=engine,
     )
     worker.hello(7)
     return worker

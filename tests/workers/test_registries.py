@@ -33,10 +33,9 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices import opening, registry
 from dovetail.workers.devices.base import Device, DeviceKind, Transfer
 from dovetail.workers.devices.cpu import CPU
-from dovetail.workers.draft import DraftWorker
+from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters import registry as drafters
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.ngram import Lookup
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.config import HeadConfig

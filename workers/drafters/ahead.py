@@ -7,7 +7,7 @@ probability: the next root is a node of the pool, and its subtree survives."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.devices.memory import is_out_of_memory
@@ -19,10 +19,12 @@ from dovetail.workers.drafters.session import (
     GrowingSession,
     WaitingTime,
 )
-from dovetail.workers.drafters.side_by_side import Engine
 from dovetail.workers.speculation.growth import Ints, Nodes, best_first
 from dovetail.workers.speculation.prices import LONGER, PassTimes, most_used
 from dovetail.workers.speculation.proposal import Shape
+
+if TYPE_CHECKING:
+    from dovetail.workers.drafters.tree import Grower
 
 LEAST_USED = 1e-3  # nodes whose path probability is below this are not expanded ahead
 WIDEST_AHEAD = 64  # the most rows of a pass ahead
@@ -56,7 +58,7 @@ class GrowthAhead:
         return waited
 
     def grow(
-        self, sessions: Sequence[tuple[int, SessionT]], engine: Engine[SessionT]
+        self, sessions: Sequence[tuple[int, SessionT]], engine: "Grower[SessionT]"
     ) -> Sequence[int]:
         """Make one pass ahead, for the first of these sessions that have nodes to expand, and
         return their places. If it fails for one session, the exception is raised after the others
@@ -82,7 +84,7 @@ class GrowthAhead:
         return [grown.place for grown in growing]
 
     def _next_pass(
-        self, sessions: Sequence[tuple[int, SessionT]], engine: Engine[SessionT]
+        self, sessions: Sequence[tuple[int, SessionT]], engine: "Grower[SessionT]"
     ) -> list[_Grown[SessionT]]:
         """Return the trees of a pass that takes little longer than one for a single session: an
         order that arrives meanwhile waits for its end."""
@@ -143,7 +145,7 @@ class GrowthAhead:
         )
 
 
-def _take(grown: _Grown[SessionT], engine: Engine[SessionT]) -> int:
+def _take(grown: _Grown[SessionT], engine: "Grower[SessionT]") -> int:
     """Put a pass's results into the tree; return how many nodes joined it. On failure the nodes get
     their former rows back, and the tree stops growing ahead."""
     session, reading = grown.session, grown.reading

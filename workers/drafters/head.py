@@ -82,6 +82,8 @@ computed, in growth ahead."""
 class HeadDrafter(Grower[HeadSession]):
     """The engine of a draft head; makes one pass at a time."""
 
+    reads: Reads
+    keeps = True
     kept = 0
     """Keep no more children than an order asks for: what a head grows ahead is guessed from
     guesses, and children of unlikely tokens are nearly worthless. Simulated with the embedded

@@ -87,6 +87,8 @@ class DraftLeft:
 class Drafter(Grower[DraftSession]):
     """The engine of a small model; makes one pass at a time."""
 
+    prompt_rows, keeps = CHUNK, True
+
     def __init__(
         self,
         model: LanguageModel,
@@ -101,8 +103,6 @@ class Drafter(Grower[DraftSession]):
         super().__init__(spans, Scale(sharpening, noise_share=1.0), ahead=ahead, clock=clock)
         self.model = model
         self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model)
-
-    prompt_rows = CHUNK
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the model's

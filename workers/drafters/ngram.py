@@ -27,6 +27,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import misfit
 from dovetail.protocol.tree import ROOT, TokenTree
+from dovetail.workers.drafters.engine import Engine
 from dovetail.workers.speculation.history import History
 from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, Shape
 
@@ -112,16 +113,13 @@ class LookupSession:
     readable: bool = True  # always true: a log has no maximum length here
 
 
-class Lookup:
+class Lookup(Engine[LookupSession]):
     """The lookup engine."""
 
     def __init__(self, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
 
-    def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Accept any token: there is no vocabulary here."""
-
-    def open(self, order: Open) -> LookupSession:
+    def open(self, order: Open, base: None = None) -> LookupSession:
         """Open a session and index its prompt; `Open.key` is not used. Raises `RequestError` if a
         token is at or beyond `vocabulary_size`, since it could be proposed."""
         if (text := misfit(order.sampling, order.tree, "ngram")) is not None:
@@ -182,15 +180,6 @@ class Lookup:
             tuple(node.path[-1] for node in nodes), tuple(node.parent - 1 for node in nodes)
         )
         return Proposal(session.offered, tuple(-node.badness for node in nodes), grown, hit=False)
-
-    def prepare(self, session: LookupSession) -> bool:
-        return False
-
-    def learn(self) -> bool:
-        return False
-
-    def grow_all_ahead(self, sessions: Sequence[LookupSession]) -> Sequence[int]:
-        return ()
 
     def draft_all(
         self, orders: Sequence[Order[LookupSession]]

@@ -12,8 +12,7 @@ from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.messages import MAX_SESSIONS, MAX_TOKENS
 from dovetail.protocol.settings import HEAD_KINDS, SUBSTITUTE_WEIGHTS, DraftSettings
 from dovetail.protocol.spans import Spans
-from dovetail.workers.draft import DraftWorker
-from dovetail.workers.drafters.identity import Identity
+from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.ngram import Lookup
 from dovetail.workers.sessions.prefix_cache import affordable_tokens
 
@@ -298,7 +297,7 @@ def _model_worker(
     )
     ahead = wanted.settings.ahead is not False
     engine = Drafter(model, spans, ahead=ahead, **more)
-    return on_device(DraftWorker(engine, identity, spans, keeper=engine, parts=engine))
+    return on_device(DraftWorker(engine, identity, spans))
 
 
 def _open_head(wanted: Wanted) -> DraftWorker[Any]:
@@ -340,7 +339,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
         head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False
     )
     identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)
-    return on_device(DraftWorker(engine, identity, spans, reader=engine, keeper=engine))
+    return on_device(DraftWorker(engine, identity, spans))
 
 
 def on_device(worker: DraftWorker[Any]) -> DraftWorker[Any]:

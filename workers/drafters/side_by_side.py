@@ -1,28 +1,29 @@
 """Grows the trees of several sessions in shared passes. Each session is done as soon as nothing in
 its own tree is worth a pass.
 
-A tree's policy chooses which nodes a pass may expand, and `worth.py` how many of them are worth
-their rows; the engine computes them."""
+A tree's policy chooses which nodes a pass may expand; how many of them are worth their rows is
+decided by the order's price or, if the tree grows ahead anyway, by what is left to gain."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.devices.memory import is_out_of_memory, without_graphs
-from dovetail.workers.drafters.passes import Reading, Steps, read_together
+from dovetail.workers.drafters.passes import Reading, read_together
 from dovetail.workers.drafters.session import NO_NODES, GrowingSession, WaitingTime
-from dovetail.workers.drafters.worth import Wanted, hardly_matters, wanted_of, worth_together
-from dovetail.workers.speculation.growth import Nodes
-from dovetail.workers.speculation.prices import PassTimes
-from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.growth import NO_ROW, Nodes
+from dovetail.workers.speculation.prices import Candidates, PassTimes, worth_expanding
+from dovetail.workers.speculation.proposal import FREE, Shape
+
+if TYPE_CHECKING:
+    from dovetail.workers.drafters.tree import Grower
 
 SessionT = TypeVar("SessionT", bound=GrowingSession)
-OwnT = TypeVar("OwnT", bound=GrowingSession, contravariant=True)
 
 
 class Pass(NamedTuple):
@@ -35,31 +36,12 @@ class Pass(NamedTuple):
     end_ns: int
 
 
-class Engine(Protocol[OwnT]):
-    """The part of an engine that computes for growing trees."""
+@dataclass(frozen=True)
+class Wanted:
+    """Nodes of one tree that the next pass may expand, best first."""
 
-    given_up: float
-
-    def now_ns(self) -> int:
-        """The clock of passes and deadlines."""
-
-    def steps(self, session: OwnT, nodes: Nodes, shape: Shape, /) -> Steps:
-        """Compute the logits after `nodes`; the root (-1) comes alone."""
-
-    def steps_ahead(self, session: OwnT, nodes: Nodes, /) -> Steps:
-        """Like `steps`, for a pass ahead."""
-
-    def compute(self, parts: Sequence[Any], /) -> Sequence[Any]:
-        """Compute parts of one kind in one pass."""
-
-    def rows_of_pass(self, session: OwnT, nodes: Nodes, /) -> Nodes:
-        """Return how many rows the first 1, 2, ... of `nodes` take."""
-
-    def take(self, session: OwnT, reading: Reading, /) -> int:
-        """Put results into the tree; return how many nodes joined it."""
-
-    def release(self, session: OwnT, /) -> None:
-        """Free the memory of a session that has failed."""
+    nodes: Nodes
+    candidates: Candidates | None  # their worth; None: all are expanded at any cost
 
 
 @dataclass(eq=False)
@@ -83,7 +65,7 @@ class Growth(Generic[SessionT]):
         self._offers = self.session.policy.passes(self.session.tree, self.shape)
         self._offer = self._left_out = NO_NODES
 
-    def look(self, engine: Engine[SessionT]) -> bool:
+    def look(self, engine: "Grower[SessionT]") -> bool:
         """Find what the next pass may expand; return False if the tree is done. Nodes are left out
         if there are no rows left, or if they were not worth it the last time."""
         session = self.session
@@ -100,7 +82,7 @@ class Growth(Generic[SessionT]):
             self._left_out = offer
         return False
 
-    def choose(self, count: int, engine: Engine[SessionT]) -> None:
+    def choose(self, count: int, engine: "Grower[SessionT]") -> None:
         """Expand the first `count` of the wanted nodes in the next pass."""
         assert self.wanted is not None
         session, shape, nodes = self.session, self.shape, self.wanted.nodes[:count]
@@ -119,7 +101,7 @@ class Growth(Generic[SessionT]):
 class SideBySide(Generic[SessionT]):
     """Grows the trees of several sessions, pass by pass."""
 
-    engine: Engine[SessionT]
+    engine: "Grower[SessionT]"
     times: PassTimes  # learns how long passes take
     spans: Spans
 
@@ -193,3 +175,41 @@ class SideBySide(Generic[SessionT]):
             if rows:
                 self.times.add(rows, end_ns - start_ns)
         return [growth for growth in done if growth.past(end_ns)]
+
+
+def hardly_matters(session: GrowingSession, shape: Shape, given_up: float) -> bool:
+    """Return whether the tree grows ahead without a price, and expanding the remaining nodes of the
+    proposal would add less than the share `given_up` of the expected tokens. A child replaces the
+    last node of a full proposal."""
+    tree = session.tree
+    if not session.waiting_time.ahead or session.price.rate is not None:
+        return False
+    best = session.policy.select(tree, shape)
+    probabilities = tree.probabilities(best)
+    replaced = probabilities.min(initial=1.0) if len(best) == shape.nodes else 0.0
+    left = (tree.rows[best] == NO_ROW) & (tree.levels[best] < shape.depth)
+    gains = np.maximum(session.chance.value * probabilities[left] - replaced, 0.0)
+    return bool(gains.sum() <= given_up * (1.0 + probabilities.sum()))
+
+
+def wanted_of(
+    session: SessionT, nodes: Nodes, rows_of_pass: Callable[[SessionT, Nodes], Nodes]
+) -> Wanted:
+    """Return which of `nodes` the next pass may expand, by the order's price. `rows_of_pass`: how
+    many rows the first 1, 2, ... of them take."""
+    if session.price == FREE:
+        return Wanted(nodes, None)
+    if nodes[0] == ROOT:
+        probabilities, rows = np.ones(1, np.float32), np.array([session.missing_rows])
+    else:
+        nodes = nodes[(-session.tree.scores[nodes]).argsort(kind="stable")]
+        probabilities, rows = session.tree.probabilities(nodes), rows_of_pass(session, nodes)
+    return Wanted(nodes, Candidates(probabilities, rows, session.price, session.chance))
+
+
+def worth_together(wanted: Sequence[Wanted], times: PassTimes) -> list[int]:
+    """Return how many nodes of each tree the next pass should expand."""
+    priced = [one.candidates for one in wanted if one.candidates is not None]
+    free = sum(len(one.nodes) for one in wanted if one.candidates is None)
+    counts = iter(worth_expanding(priced, times, beside=free) if priced else ())
+    return [len(one.nodes) if one.candidates is None else next(counts) for one in wanted]

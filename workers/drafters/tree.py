@@ -8,10 +8,10 @@ its speed."""
 
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.ahead import GrowthAhead
+from dovetail.workers.drafters.engine import Engine
 from dovetail.workers.drafters.passes import Reading, Steps
 from dovetail.workers.drafters.session import GrowingSession, WaitingTime, tree_rows
 from dovetail.workers.drafters.side_by_side import Growth, SideBySide
@@ -40,7 +41,7 @@ NOTHING = Shape(0, 0, 0)
 SessionT = TypeVar("SessionT", bound=GrowingSession)
 
 
-class Grower(ABC, Generic[SessionT]):
+class Grower(Engine[SessionT]):
     """Drafts for sessions, one pass at a time, which several of them share."""
 
     kept: int = 32
