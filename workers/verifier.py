@@ -42,10 +42,10 @@ from dovetail.workers.sessions.choosing import Asked, Outcome, outcomes_of
 from dovetail.workers.sessions.features import HeldPasses, features_of, places_of, with_features
 from dovetail.workers.sessions.opener import Opener, ReadingStep
 from dovetail.workers.sessions.prefill import Reading
-from dovetail.workers.sessions.prefix_cache import KeptSessions
+from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.results import Verdict
 from dovetail.workers.sessions.rounds import check_round, find_session
-from dovetail.workers.sessions.session import KeptSession, TargetSession
+from dovetail.workers.sessions.session import TargetSession
 from dovetail.workers.sessions.timing import timed_pass
 from dovetail.workers.speculation.rejection import ProposalProbabilities
 
@@ -195,15 +195,15 @@ class Verifier(Opener):
             self._kept.drop(number)
         elif session is not None and self._kept.takes(len(session.log)):
             session.cache.resize(session.cache.length)
-            self._kept.add(number, KeptSession(session.log, session.cache))
+            self._kept.add(number, Left(session.log, session.cache))
 
-    def suspend(self) -> KeptSessions[KeptSession]:
+    def suspend(self) -> KeptSessions[Left]:
         """Close all sessions, and return their rows and those kept before, regardless of the
         limit."""
         self._begun.clear()
         for number, session in self._sessions.items():
             session.cache.resize(session.cache.length)
-            self._kept.hold(number, KeptSession(session.log, session.cache))
+            self._kept.hold(number, Left(session.log, session.cache))
         self._sessions.clear()
         return self._kept
 

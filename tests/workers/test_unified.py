@@ -10,8 +10,7 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import Close, Closed, Command, Event, Hello
 from dovetail.protocol.settings import DraftSettings, MemorySettings, TargetSettings
 from dovetail.protocol.spans import Spans
-from dovetail.workers.sessions.prefix_cache import KeptSessions
-from dovetail.workers.sessions.session import KeptSession
+from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.unified import InTurn, Turns, open_unified
 from support.models import tiny_llama
 from support.patience import PATIENCE_S
@@ -52,7 +51,7 @@ class Answering:
         self._work()
         return True
 
-    def suspend(self) -> KeptSessions[KeptSession]:
+    def suspend(self) -> KeptSessions[Left]:
         self._work()
         return KeptSessions(0)
 

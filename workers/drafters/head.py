@@ -175,7 +175,8 @@ class HeadDrafter(Grower[HeadSession]):
 
     def _left(self, session: HeadSession, used: int) -> HeadLeft:
         waiting = torch.cat(session.waiting) if session.waiting else torch.empty(0, self.reads.row)
-        return HeadLeft(session.log, session.cache, session.dropped, session.window, waiting, used)
+        window = {"dropped": session.dropped, "window": session.window}
+        return HeadLeft(session.log, session.cache, used, **window, waiting=waiting)
 
     @property
     def shares(self) -> bool:

@@ -2,7 +2,8 @@
 yet."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from dovetail.protocol.errors import RequestError
 from dovetail.workers.drafters.head_levels import Kind, Levels
 from dovetail.workers.drafters.passes import Rows
 from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
-from dovetail.workers.models.segment import Cache, Paths, Segment
-from dovetail.workers.sessions.prefix_cache import check_prefix
+from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.sessions.prefix_cache import Left
 
 SLACK_SHARE = 8
 """A full window drops this fraction of its rows at once, so that rows are rarely moved."""
@@ -101,16 +102,13 @@ class HeadSession(GrowingSession):
             self.dropped += length - kept
 
 
-@dataclass(frozen=True)
-class HeadLeft:
-    """The log and the rows of a session that has ended, or that another one starts from."""
+@dataclass(frozen=True, kw_only=True)
+class HeadLeft(Left):
+    """A log with its true rows from `dropped` on, at most `window` of them."""
 
-    log: list[int]
-    cache: Cache  # the true rows from `dropped` on, at most `window` of them
     dropped: int
     window: int
     waiting: Tensor  # features [n, W] of the positions behind the true rows
-    used: int = 0  # rows behind the true ones, in a session that is open
 
     @property
     def rows(self) -> int:
@@ -119,13 +117,12 @@ class HeadLeft:
 
     @property
     def there(self) -> int:
-        """The number of tokens of the log that another session can reuse."""
         return self.rows + len(self.waiting)
 
     def check(self, prompt: Sequence[int], kept: int) -> None:
         """Raise `RequestError` unless a session with this prompt, whose features are sent from
         position `kept` on, can get all features and rows before it from here."""
-        check_prefix(self.log, prompt, kept, there=self.there)
+        super().check(prompt, kept)
         if 0 < kept <= self.rows and prompt[kept] != self.log[kept]:
             raise RequestError(
                 "prefix",
@@ -139,6 +136,5 @@ class HeadLeft:
                 "dropped; open it without",
             )
 
-    def branch(self, kept: int) -> "HeadLeft":
-        rows = min(kept, self.rows) - self.dropped
-        return replace(self, cache=self.cache.branch(rows, used=self.used), used=0)
+    def branch(self, kept: int) -> Self:
+        return super().branch(kept - self.dropped)

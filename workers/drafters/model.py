@@ -25,7 +25,7 @@ from dovetail.workers.models.backends.device.levels import Ranked, joined
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefill import TURN_TAIL, next_stop
-from dovetail.workers.sessions.prefix_cache import check_prefix
+from dovetail.workers.sessions.prefix_cache import Left
 from dovetail.workers.sessions.room import base_rows, check_rows, host_row_bytes
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
@@ -61,27 +61,12 @@ class DraftSession(GrowingSession):
         return Shape(shape.nodes, min(shape.depth, self.room - len(self.log) + 1), shape.width)
 
 
-@dataclass(frozen=True)
-class DraftLeft:
-    """The log and the rows of a session that has ended, or that another one starts from."""
-
-    log: list[int]
-    cache: Cache  # rows of the log, as far as it has been read
-    used: int = 0  # rows of the tree, in a session that is open
+class DraftLeft(Left):
+    """A log with its rows as far as it has been read: missing ones will be computed."""
 
     @property
     def there(self) -> int:
-        """The number of tokens of the log that another session can reuse."""
         return len(self.log)
-
-    def check(self, prompt: Sequence[int], kept: int) -> None:
-        """Raise `RequestError` unless a session with this prompt can reuse the first `kept` tokens;
-        missing rows will be computed."""
-        check_prefix(self.log, prompt, kept, there=self.there)
-
-    def branch(self, kept: int) -> "DraftLeft":
-        rows = min(kept, self.cache.length)
-        return DraftLeft(self.log, self.cache.branch(rows, used=self.used))
 
 
 class Drafter(Grower[DraftSession]):

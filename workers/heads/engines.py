@@ -7,7 +7,7 @@ states. T rows; positions are rotary positions, slots those of a session's cache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,37 +74,6 @@ class HeadLayer:
         if self.behind is not None and len(states):
             self.behind(states)
         return states
-
-
-class HeadEngine(Protocol):
-    """What computes a head. States are fp32."""
-
-    device: torch.device
-    cached: torch.dtype  # the type of keys and values
-    table: torch.dtype | None  # the type of the embedding; None: as stored
-    name: str  # the library that computes, for log lines
-
-    @property
-    def ours(self) -> Ours | None:
-        """Our functions for levels with rows of several sessions, if any."""
-
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Product:
-        """x W^T + b for weight [out, in], stored in this head's type of weights."""
-
-    def norm(self, weight: Tensor, epsilon: float) -> Product:
-        """Return the RMS norm of rows."""
-
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(first half) * second half of rows [T, 2 width]."""
-
-    def layer(self, parts: LayerParts, index: int) -> HeadLayer:
-        """Return a decoder layer, with the keys and values of layer `index` of a cache."""
-
-    def open_cache(self, capacity: int) -> Cache:
-        """Return an empty cache of all layers for `capacity` rows."""
-
-    def see(self, positions: Tensor, segments: Sequence[Segment]) -> Any:
-        """Prepare the rows of a pass, positions int64 [T], for every layer."""
 
 
 def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -176,9 +145,9 @@ def _halves(
 class HeadKernels(KernelEngine):
     """The C++ kernels on the CPU. With `auto` each matrix keeps the type that it is stored in."""
 
-    cached: torch.dtype = torch.float32
-    table: torch.dtype | None = None
-    ours: Ours | None = None
+    cached: torch.dtype = torch.float32  # the type of keys and values
+    table: torch.dtype | None = None  # the type of the embedding; None: as stored
+    ours: Ours | None = None  # functions for levels with rows of several sessions
     name = "the C++ kernels"
 
     def __init__(self, rotation: Rotation, *, weights: str) -> None:
@@ -190,16 +159,20 @@ class HeadKernels(KernelEngine):
         self._rotary = self._angles(LEAST_ANGLES)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        """x W^T + b for weight [out, in], stored in this head's type of weights."""
         return pack_matrix(weight, bias, self._weights).linear
 
     def norm(self, weight: Tensor, epsilon: float) -> Product:
+        """Return the RMS norm of rows."""
         norm = Norm(weight.float().contiguous())
         return lambda x: normalise(NormKind.RMS, norm, x, epsilon)
 
     def gated(self, x: Tensor) -> Tensor:
+        """silu(first half) * second half of rows [T, 2 width]."""
         return activate(Activation.SILU_GATED, x)
 
     def layer(self, parts: LayerParts, index: int) -> HeadLayer:
+        """Return a decoder layer, with the keys and values of layer `index` of a cache."""
         matrices = {
             name: pack_matrix(*_joined(linears), self._weights)
             for name, linears in parts.linears.items()
@@ -312,3 +285,7 @@ class HeadTorch(TorchEngine):
         """Return rows whose shapes depend only on their number and that of slots; `mask` [T, S]."""
         masks = {(0, groups): mask.repeat(groups, 1) for groups in self._masks}
         return FixedRows(self.turn(positions), memory, slots, masks, by=self.by)
+
+
+HeadEngine = HeadKernels | HeadTorch
+"""What computes a head. States are fp32."""

@@ -17,11 +17,11 @@ from dovetail.workers.sessions.admission import Admission
 from dovetail.workers.sessions.choosing import Asked, outcome_of
 from dovetail.workers.sessions.features import HeldFeatures
 from dovetail.workers.sessions.prefill import Prefill, Reading
-from dovetail.workers.sessions.prefix_cache import KeptSessions
+from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread
 from dovetail.workers.sessions.room import base_rows
 from dovetail.workers.sessions.rounds import find_session
-from dovetail.workers.sessions.session import KeptSession, TargetSession
+from dovetail.workers.sessions.session import TargetSession
 from dovetail.workers.speculation.history import looks_back
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import ProposalProbabilities
@@ -55,7 +55,7 @@ class Opener:
         self._prefill = Prefill(model, spans, reads_from=reads_from)
         self._sessions: dict[int, TargetSession] = {}
         self._begun: dict[int, Begun] = {}  # by session: logs that are not completely prefilled yet
-        self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens, base_rows(model))
+        self._kept: KeptSessions[Left] = KeptSessions(kept_tokens, base_rows(model))
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Returns the additional slots of a session's cache, for a draft that shares it."""
         HELD.add(self)
@@ -205,13 +205,13 @@ class Opener:
                 "have been read; open the session again",
             )
 
-    def _open_base(self, number: int | None) -> KeptSession | None:
+    def _open_base(self, number: int | None) -> Left | None:
         """Return the log and the rows of a session that is open, or being opened."""
         begun = self._begun.get(number or 0)
         session = self._sessions.get(number or 0) if begun is None else begun.session
-        return None if session is None else KeptSession(session.log, session.cache)
+        return None if session is None else Left(session.log, session.cache)
 
-    def _open_cache(self, rows: int, base: KeptSession | None, kept: int) -> Cache:
+    def _open_cache(self, rows: int, base: Left | None, kept: int) -> Cache:
         """Return a cache for `rows` rows: empty, or with the first `kept` rows of `base`, or as
         many as can be restored. If there is no memory for it, kept sessions are dropped first."""
         if base is None:

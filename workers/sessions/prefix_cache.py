@@ -6,10 +6,14 @@ match the new prompt, and that no more is held than was promised. Knows token lo
 imports no torch."""
 
 from collections.abc import Collection, Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import MAX_HELD, HeldSession, Open
+
+if TYPE_CHECKING:
+    from dovetail.workers.models.segment import Cache
 
 MEMORY_SHARE = 8
 """Kept rows get this fraction of the memory that is free at the start; since a cache may be half
@@ -18,24 +22,29 @@ empty they take up to twice as much."""
 ROOM_SHARE = 0.75  # the share of the memory free at the start that sessions may take
 
 
-class Left(Protocol):
+@dataclass(frozen=True)
+class Left:
     """The log and the rows of a session that has ended, or of an open one that another one starts
     from."""
 
-    @property
-    def log(self) -> Sequence[int]:
-        """The prompt and every committed token."""
+    log: list[int]  # the prompt and every committed token
+    cache: "Cache"
+    used: int = 0  # rows behind those of the log, in an open session
 
     @property
     def there(self) -> int:
         """The number of tokens of the log that another session can reuse."""
+        return self.cache.length
 
     def check(self, prompt: Sequence[int], kept: int) -> None:
         """Raise `RequestError` of code "prefix" unless a session with this prompt can reuse the
         first `kept` tokens."""
+        check_prefix(self.log, prompt, kept, there=self.there)
 
     def branch(self, kept: int) -> Self:
         """Return a copy for a session that reuses the first `kept` tokens."""
+        rows = min(kept, self.cache.length)
+        return replace(self, cache=self.cache.branch(rows, used=self.used), used=0)
 
 
 LeftT = TypeVar("LeftT", bound=Left)

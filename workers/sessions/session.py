@@ -1,4 +1,4 @@
-"""The state of a session of the target, and what is kept of one that has ended."""
+"""The state of a session of the target."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,6 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.sessions.features import HeldFeatures, places_of
 from dovetail.workers.sessions.logprobs import token_logprobs
-from dovetail.workers.sessions.prefix_cache import check_prefix
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.sampling import LookingBack
 
@@ -56,23 +55,3 @@ class TargetSession:
         self.log += tokens
         if self.looking_back is not None:
             self.looking_back.extend(tokens)
-
-
-@dataclass(frozen=True)
-class KeptSession:
-    """The log and the rows of a session that has ended, or that another one starts from."""
-
-    log: list[int]
-    cache: Cache
-    """The rows computed so far; in a session that has ended, those of all tokens but the last."""
-
-    @property
-    def there(self) -> int:
-        """The number of tokens of the log that another session can reuse."""
-        return self.cache.length
-
-    def check(self, prompt: Sequence[int], kept: int) -> None:
-        check_prefix(self.log, prompt, kept, there=self.there)
-
-    def branch(self, kept: int) -> "KeptSession":
-        return KeptSession(self.log, self.cache.branch(kept))
