@@ -281,7 +281,7 @@ def train_small(
         folder.resolve() for folder in (target, init, tokenizer) if folder is not None
     }:
         raise UserError(f"--out {out} is what the training begins with: give another folder")
-    from dovetail.workers.training import distil, small
+    from dovetail.workers.training import small
     from dovetail.workers.training.data.corpus import open_reader
     from dovetail.workers.training.regenerate import Writing, regenerate_files
 
@@ -294,18 +294,8 @@ def train_small(
         settings = small.Settings(minutes=minutes, seed=seed, compiled=compiled, rate=rate)
         place = small.workplace(out)
         with place.hold(), show_progress() as show:
-            if target is None:
-                return small.train_folder(
-                    texts,
-                    place,
-                    settings,
-                    init=init,
-                    shape=wanted,
-                    tokenizer=tokenizer,
-                    progress=show,
-                )
             files = list(texts)
-            if prompts is not None:
+            if target is not None and prompts is not None:
                 written = out.with_name(out.name + ".answers.jsonl")
                 renderer = open_reader(str(target)).renderer
                 regenerate_files(
@@ -317,8 +307,15 @@ def train_small(
                     progress=show,
                 )
                 files.append(written)
-            return distil.distil_folder(
-                target, files, place, wanted, settings, init=init, progress=show
+            return small.train_folder(
+                files,
+                place,
+                settings,
+                init=init,
+                shape=wanted,
+                tokenizer=tokenizer,
+                target=target,
+                progress=show,
             )
 
 

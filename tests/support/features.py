@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dovetail.workers.training.data.features import Features, Packed
+from dovetail.workers.training.data.features import Features
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Sample:
 
 def samples(features: Features) -> Iterator[Sample]:
     """The sequences in view, in the order in which they were given."""
-    assert isinstance(features, Packed)
     source, width = features.source, features.origin.width
     for start, stop in pairwise(source.offsets[features.first : features.last + 1].tolist()):
         states = source.read(start, stop)

@@ -1,6 +1,6 @@
-"""Trains a small causal language model on sequences of tokens: those of files of chats or of token
-files (`data/corpus.py`). A run is resumed from the checkpoint in its folder, and nothing is ever
-pickled. Progress is reported by callbacks."""
+"""Trains a small causal language model on sequences of tokens, or distils it from a larger one:
+those of files of chats or of token files (`data/corpus.py`). A run is resumed from the checkpoint
+in its folder, and nothing is ever pickled. Progress is reported by callbacks."""
 
 import hashlib
 import shutil
@@ -100,9 +100,6 @@ def read_text(files: Sequence[Path], tokenizer_folder: Path) -> list[Example]:
     return read_rows(files, renderer_of(load_tokenizer(tokenizer_folder), str(tokenizer_folder)))
 
 
-# Models and folders
-
-
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """Suppress transformers' progress bars for loading and saving within this block."""
@@ -170,9 +167,6 @@ def _copy_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return other.to(dtype)
 
 
-# One training run
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """The file from which a run continues, and its identity besides data and settings."""
@@ -181,43 +175,11 @@ class Checkpoint:
     about: Mapping[str, Any]
 
 
-def carry_on(
-    stage: str,
-    model: nn.Module,
-    text: Text,
-    loss_of: StepLoss,
-    settings: Settings,
-    kept: Checkpoint | None,
-    progress: Callback,
-) -> Outcome:
-    """Train on batches that are drawn by seed and step."""
-    about = {
-        "stage": stage,
-        "data": text.digest,
-        "batch": settings.batch,
-        "context": settings.context,
-        "cross_entropy": settings.cross_entropy,
-    }
-    run = Run(
-        model, settings, kept.file if kept else None, {**about, **(kept.about if kept else {})}
-    )
-    computed = cast(StepLoss, torch.compile(loss_of)) if settings.compiled else loss_of
-
-    def step(number: int, _: float) -> tuple[Tensor, int]:
-        rows, learn = text.batch(settings.batch, np.random.default_rng([settings.seed, number]))
-        return computed(model, rows.to(settings.device), learn.to(settings.device)), learn.numel()
-
-    return carry_out(stage, run, step, progress=progress)
-
-
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     """Return logits for every position, computed in bf16 and returned in 32 bits."""
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
-
-
-# Training on text
 
 
 def next_token_loss(model: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
@@ -235,24 +197,53 @@ def mean_of(losses: Tensor, learn: Tensor) -> Tensor:
     return (losses * learn.flatten()).sum() / learn.sum().clamp(min=1)
 
 
+def distillation_loss(target: nn.Module, cross_entropy: float) -> StepLoss:
+    """Return the loss: the divergence of the draft from the target's whole distribution, plus a
+    little of the plain cross entropy."""
+
+    def loss_of(draft: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = torch.log_softmax(logits_of(target, rows[:, :-1]), -1).flatten(0, 1)
+        given = torch.log_softmax(logits_of(draft, rows[:, :-1]), -1).flatten(0, 1)
+        divergence = (wanted.exp() * (wanted - given)).sum(-1)
+        surprise = nn.functional.nll_loss(given, rows[:, 1:].flatten(), reduction="none")
+        return mean_of(divergence + cross_entropy * surprise, learn)
+
+    return loss_of
+
+
 def train(
     model: nn.Module,
     rows: Sequence[Example],
     settings: Settings,
     *,
+    target: nn.Module | None = None,
     checkpoint: Checkpoint | None = None,
     progress: Callback = silent,
 ) -> Outcome:
-    """Train the model in place."""
-    return carry_on(
-        "training",
-        model,
-        Text(rows, settings.context),
-        next_token_loss,
-        settings,
-        checkpoint,
-        progress,
-    )
+    """Train the model in place: on text or, with a `target`, by distillation from it. Batches are
+    drawn by seed and step."""
+    stage, loss_of = "training", cast(StepLoss, next_token_loss)
+    if target is not None:
+        target.to(settings.device).eval()
+        stage, loss_of = "distilling", distillation_loss(target, settings.cross_entropy)
+    text = Text(rows, settings.context)
+    about = {
+        "stage": stage,
+        "data": text.digest,
+        "batch": settings.batch,
+        "context": settings.context,
+        "cross_entropy": settings.cross_entropy,
+        **(checkpoint.about if checkpoint else {}),
+    }
+    run = Run(model, settings, checkpoint.file if checkpoint else None, about)
+    computed = cast(StepLoss, torch.compile(loss_of)) if settings.compiled else loss_of
+
+    def step(number: int, _: float) -> tuple[Tensor, int]:
+        rows, learn = text.batch(settings.batch, np.random.default_rng([settings.seed, number]))
+        return computed(model, rows.to(settings.device), learn.to(settings.device)), learn.numel()
+
+    return carry_out(stage, run, step, progress=progress)
 
 
 def train_folder(
@@ -263,38 +254,35 @@ def train_folder(
     init: Path | None = None,
     shape: Shape | None = None,
     tokenizer: Path | None = None,
+    target: Path | None = None,
     progress: Callback = silent,
 ) -> Outcome:
     """Train a model on files and write its folder: from the weights in `init`, or from a shape and
-    a tokenizer. The caller holds `place`."""
-    source = init or tokenizer
+    a tokenizer; or distil it from the model in `target`, whose tokenizer it has. The caller holds
+    `place`."""
+    source, shape = target or init or tokenizer, shape or Shape()
     if source is None:
         raise UserError("training needs a model to begin with, or a tokenizer for a new one")
     model = (
         load_model(init)
         if init is not None
-        else new_model(shape or Shape(), source, settings.context, settings.seed)
+        else new_model(shape, source, settings.context, settings.seed)
     )
-    about = begun_from(init, model, shape or Shape())
+    about = {"init": digest_of_weights(model)} if init is not None else asdict(shape)
+    teacher = None if target is None else load_model(target)
+    if teacher is not None:
+        about["target"] = digest_of_weights(teacher)
     outcome = train(
         model,
         read_text(files, source),
         settings,
+        target=teacher,
         checkpoint=Checkpoint(place.checkpoint, about),
         progress=progress,
     )
     with place.result() as folder:
         save_model(model, source, folder)
     return outcome
-
-
-# Distilling a draft
-
-
-def begun_from(init: Path | None, model: nn.Module, shape: Shape) -> dict[str, Any]:
-    """Return the identity of a run: the weights that it begins with, or the shape of a new
-    model."""
-    return {"init": digest_of_weights(model)} if init is not None else asdict(shape)
 
 
 def digest_of_weights(model: nn.Module) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers.training.data.examples import Examples, prompt_of
-from dovetail.workers.training.data.states import DTYPES, Origin, StatesReader
+from dovetail.workers.training.data.states import DTYPES, Origin, TargetStates
 from dovetail.workers.training.data.store import Store
 
 
@@ -47,36 +47,6 @@ class Batch:
         )
 
 
-class Features(Protocol):
-    """Sequences with the target's hidden states."""
-
-    @property
-    def origin(self) -> Origin:
-        """The target and layers of the states."""
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all sequences of the source."""
-
-    @property
-    def count(self) -> int:
-        """The number of sequences."""
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of all sequences."""
-
-    def batch(self, rng: np.random.Generator, size: int, length: int) -> Batch:
-        """Draw rows [size, length], the same ones for the same state of `rng`."""
-
-    def split(self, held: float) -> "tuple[Features, Features]":
-        """Return all but a share `held` of the sequences, and that share; all answers to a prompt
-        are on the same side."""
-
-    def counts(self) -> Tensor:
-        """Return [V] int64: how often each token is learned."""
-
-
 class Source(Protocol):
     """S concatenated sequences of T tokens in all, and the states of any slice of them."""
 
@@ -89,22 +59,22 @@ class Source(Protocol):
         """Return the states [stop - start, row] of tokens start..stop-1."""
 
 
-def open_features(folder: Path) -> Features:
+def open_features(folder: Path) -> "Features":
     """Open the features that `dovetail features` wrote into a folder."""
     store = Store(folder)
-    return Packed(store.index.origin, store, 0, store.index.count)
+    return Features(store.index.origin, store, 0, store.index.count)
 
 
-def online_features(examples: Examples, reader: StatesReader) -> Features:
+def online_features(examples: Examples, reader: TargetStates) -> "Features":
     """Return features that are not stored: the target computes them whenever a row is drawn."""
-    return Packed(reader.origin, Online(examples, reader), 0, len(examples.rows))
+    return Features(reader.origin, Online(examples, reader), 0, len(examples.rows))
 
 
 class Online:
     """Computes the states of a slice: those of the sequences that it touches, each up to the
     slice's end. A `Source`."""
 
-    def __init__(self, examples: Examples, reader: StatesReader) -> None:
+    def __init__(self, examples: Examples, reader: TargetStates) -> None:
         self.digest = examples.digest()
         self.tokens = np.concatenate([row.tokens for row in examples.rows])
         self.learn = np.concatenate([row.learn for row in examples.rows])
@@ -130,24 +100,27 @@ class Online:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """The sequences first..last-1 of a source. `Features`."""
+class Features:
+    """The sequences first..last-1 of a source, with the target's hidden states."""
 
-    origin: Origin
+    origin: Origin  # the target and layers of the states
     source: Source
     first: int
     last: int
 
     @property
     def digest(self) -> str:
+        """SHA-256 of all sequences of the source."""
         return self.source.digest
 
     @property
     def count(self) -> int:
+        """The number of sequences."""
         return self.last - self.first
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of all sequences."""
         return self._end - int(self.source.offsets[self.first])
 
     @property
@@ -155,7 +128,8 @@ class Packed:
         return int(self.source.offsets[self.last])
 
     def batch(self, rng: np.random.Generator, size: int, length: int) -> Batch:
-        """Draw rows that begin with a sequence, or inside one that is longer than a row."""
+        """Draw rows [size, length], the same ones for the same state of `rng`, that begin with a
+        sequence, or inside one that is longer than a row."""
         begins = rng.choice(_begins(self, length), size)
         columns = np.minimum(begins[:, None] + np.arange(length), self._end - 1)
         padding = begins[:, None] + np.arange(length) >= self._end
@@ -177,7 +151,7 @@ class Packed:
             taps=taps,
         )
 
-    def split(self, held: float) -> tuple[Features, Features]:
+    def split(self, held: float) -> "tuple[Features, Features]":
         """Return the first sequences, and a share `held` of them from the end; those with the same
         prompt stay together."""
         middle = self.first + round(self.count * (1 - held))
@@ -191,6 +165,7 @@ class Packed:
         return replace(self, last=middle), replace(self, first=middle)
 
     def counts(self) -> Tensor:
+        """Return [V] int64: how often each token is learned."""
         view = slice(int(self.source.offsets[self.first]), self._end)
         learned = self.source.tokens[view][self.source.learn[view].astype(np.bool_)]
         return torch.from_numpy(
@@ -207,7 +182,7 @@ class Packed:
 
 
 @cache
-def _begins(view: Packed, length: int) -> NDArray[np.int64]:
+def _begins(view: Features, length: int) -> NDArray[np.int64]:
     """Return where a row may begin: at every sequence, and in one longer than a row at every half
     row that leaves more than half a row."""
     offsets = view.source.offsets[view.first : view.last + 1]

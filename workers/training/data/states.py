@@ -4,7 +4,7 @@ in a pass."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,16 +42,6 @@ class Origin:
         """Numbers of a token's states: the last hidden state after the final norm, then the
         taps."""
         return self.width * (1 + len(self.taps))
-
-
-class StatesReader(Protocol):
-    """Computes states."""
-
-    origin: Origin
-
-    def read(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield for each sequence of ids [n] its states [n, origin.row] in the origin's type, on
-        the CPU."""
 
 
 def choose_taps(asked: str, layers: int) -> tuple[int, ...]:
@@ -113,13 +103,14 @@ def open_states(
 
 
 class TargetStates:
-    """A target that computes states. A `StatesReader`."""
+    """A target that computes states."""
 
     def __init__(self, model: LanguageModel, origin: Origin) -> None:
         self.model, self.origin = model, origin
 
     def read(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Compute states; short sequences share a pass, a long one takes several."""
+        """Yield for each sequence of ids [n] its states [n, origin.row] in the origin's type, on
+        the CPU. Short sequences share a pass, a long one takes several."""
         for batch in _batches(rows):
             yield from (
                 self._read_long(batch[0])

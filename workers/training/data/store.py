@@ -23,7 +23,7 @@ from torch import Tensor
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import append, writing
 from dovetail.workers.training.data.examples import Examples
-from dovetail.workers.training.data.states import DTYPES, Origin, StatesReader
+from dovetail.workers.training.data.states import DTYPES, Origin, TargetStates
 from dovetail.workers.training.run import Callback, Progress, silent
 
 FORMAT = 1
@@ -101,7 +101,7 @@ def write(
     folder: Path,
     index: Index,
     examples: Examples,
-    reader: StatesReader,
+    reader: TargetStates,
     progress: Callback = silent,
 ) -> Index:
     """Write the missing shards, and return the final index."""
