@@ -42,7 +42,7 @@ from dovetail.workers.heads.config import HeadConfig
 from dovetail.workers.heads.kind import HeadKind
 from dovetail.workers.heads.parts import Body, HeadParts
 from dovetail.workers.heads.registry import KINDS
-from dovetail.workers.heads.spec import Group, HeadSpec, Shapes, common_fields
+from dovetail.workers.heads.spec import Group, HeadSpec, Shapes
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.speculation import policies
 from dovetail.workers.speculation.growth import GrowingTree, Nodes
@@ -127,9 +127,6 @@ class Sum(HeadKind):
 
     def recognises(self, shapes: Shapes) -> bool:
         return "fc.weight" not in shapes and "layers.0.self_attn.q_proj.weight" in shapes
-
-    def read_spec(self, *given: Any) -> HeadSpec:
-        return HeadSpec(**common_fields(self.name, *given, mlp="mlp.gate_proj"))
 
     def fusion_groups(self, spec: HeadSpec, config: HeadConfig) -> list[Group]:
         return []

@@ -2,18 +2,11 @@
 six decoder layers."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dovetail.workers.heads.config import HeadConfig
 from dovetail.workers.heads.kind import SERVER, Figures, HeadKind
-from dovetail.workers.heads.spec import (
-    FeatureType,
-    Group,
-    HeadSpec,
-    Shapes,
-    TargetShape,
-    common_fields,
-)
+from dovetail.workers.heads.spec import Group, HeadSpec, Shapes, TargetShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +33,7 @@ class DovetailSpec(HeadSpec):
 class Dovetail(HeadKind):
     """Dovetail in the format of its public checkpoints."""
 
-    name, title, config = "dovetail", "Dovetail", DovetailConfig
+    name, title, config, spec = "dovetail", "Dovetail", DovetailConfig, DovetailSpec
     figures = Figures(
         (4.06, 4.31, 4.53, 4.62, 4.73, 4.83),
         SERVER,
@@ -50,19 +43,11 @@ class Dovetail(HeadKind):
     def recognises(self, shapes: Shapes) -> bool:
         return "W_z" in shapes
 
-    def read_spec(
-        self, config: HeadConfig, shapes: Shapes, target: TargetShape, dtype: FeatureType
-    ) -> DovetailSpec:
-        assert isinstance(config, DovetailConfig)
-        return DovetailSpec(
-            **common_fields(self.name, config, shapes, target, dtype, mlp="mlp.gate_proj"),
-            blocks=config.num_hidden_layers,
-            dgf_silu=config.dgf_silu,
-            dgf_embed_norm=config.dgf_embed_norm,
-        )
+    def fields(self, config: DovetailConfig, shapes: Shapes, target: TargetShape) -> dict[str, Any]:
+        dgf = {"dgf_silu": config.dgf_silu, "dgf_embed_norm": config.dgf_embed_norm}
+        return {"blocks": config.num_hidden_layers, **dgf}
 
-    def fusion_groups(self, spec: HeadSpec, config: HeadConfig) -> list[Group]:
-        assert isinstance(spec, DovetailSpec)
+    def fusion_groups(self, spec: DovetailSpec, config: HeadConfig) -> list[Group]:
         hidden = spec.hidden
         norm = Group({"input_layernorm.weight": (hidden,)}, needed=spec.dgf_embed_norm)
         return [

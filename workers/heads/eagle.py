@@ -3,9 +3,8 @@ then one decoder layer."""
 
 from typing import TYPE_CHECKING
 
-from dovetail.workers.heads.config import HeadConfig
 from dovetail.workers.heads.kind import SERVER, Figures, HeadKind
-from dovetail.workers.heads.spec import FeatureType, HeadSpec, Shapes, TargetShape, common_fields
+from dovetail.workers.heads.spec import Shapes
 
 if TYPE_CHECKING:
     from dovetail.workers.heads.parts import Body, HeadParts
@@ -24,13 +23,6 @@ class Eagle(HeadKind):
             and "layers.0.input_layernorm.weight" not in shapes
             and len(fusion) == 2
             and fusion[1] == 2 * fusion[0]
-        )
-
-    def read_spec(
-        self, config: HeadConfig, shapes: Shapes, target: TargetShape, dtype: FeatureType
-    ) -> HeadSpec:
-        return HeadSpec(
-            **common_fields(self.name, config, shapes, target, dtype, mlp="mlp.gate_proj")
         )
 
     def body(self, parts: "HeadParts") -> "Body":

@@ -3,19 +3,17 @@ decoder layer over the concatenated embedding and state, and an output head of i
 tensor names of its repository, of vLLM and of SpecForge."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dovetail.protocol.messages import MAX_ROW
 from dovetail.workers.heads.config import HeadConfig, Layers, MisfitError, Outputs, Read
 from dovetail.workers.heads.kind import GPU, Figures, HeadKind
 from dovetail.workers.heads.spec import (
-    FeatureType,
     Group,
     HeadSpec,
     Shapes,
     TargetShape,
     attention_groups,
-    common_fields,
     gated_mlp,
     rows_of,
     shared_groups,
@@ -94,7 +92,8 @@ def _taps(config: Eagle3Config, target: TargetShape) -> tuple[int, ...]:
 class Eagle3(HeadKind):
     """EAGLE-3 in the formats of its public checkpoints."""
 
-    name, title, config, own_embedding = "eagle3", "EAGLE-3", Eagle3Config, True
+    name, title, config, spec = "eagle3", "EAGLE-3", Eagle3Config, Eagle3Spec
+    layer, own_embedding = LAYER, True
     figures = Figures((6.15,), GPU, "HeteroSpec paper, Table 1: EAGLE-3 with Llama-3.1 8B")
 
     def recognises(self, shapes: Shapes) -> bool:
@@ -104,31 +103,21 @@ class Eagle3(HeadKind):
     def rename(self, plain: str) -> str:
         return plain.replace("layers.0.", LAYER, 1)
 
-    def read_spec(
-        self, config: HeadConfig, shapes: Shapes, target: TargetShape, dtype: FeatureType
-    ) -> Eagle3Spec:
-        assert isinstance(config, Eagle3Config)
-        common = common_fields(
-            self.name, config, shapes, target, dtype, mlp="mlp.gate_proj", layer=LAYER
-        )
-        return Eagle3Spec(
-            **common
-            | {
-                "target_width": config.target_hidden_size or config.hidden_size,
-                "taps": _taps(config, target),
-                "draft_vocabulary": rows_of(shapes, "lm_head.weight", target.vocabulary_size),
-            },
-            norm_before_residual=config.norm_before_residual,
-            norm_output=config.norm_output,
-            fc_norm="fc_norm.0.weight" in shapes,
-        )
+    def fields(self, config: Eagle3Config, shapes: Shapes, target: TargetShape) -> dict[str, Any]:
+        return {
+            "target_width": config.target_hidden_size or config.hidden_size,
+            "taps": _taps(config, target),
+            "draft_vocabulary": rows_of(shapes, "lm_head.weight", target.vocabulary_size),
+            "norm_before_residual": config.norm_before_residual,
+            "norm_output": config.norm_output,
+            "fc_norm": "fc_norm.0.weight" in shapes,
+        }
 
     def target_width(self, spec: HeadSpec, shapes: Shapes) -> int:
         fc = shapes.get("fc.weight", ())
         return fc[1] // max(1, len(spec.taps)) if len(fc) == 2 else spec.target_width
 
-    def groups(self, spec: HeadSpec, config: HeadConfig) -> list[Group]:
-        assert isinstance(config, Eagle3Config)
+    def groups(self, spec: Eagle3Spec, config: Eagle3Config) -> list[Group]:
         hidden, reads = spec.hidden, range(max(1, len(spec.taps)))
         fused = spec.taps != () or spec.target_width != hidden
         norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")

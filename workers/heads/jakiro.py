@@ -10,18 +10,16 @@ matrices."""
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.workers.heads.config import HeadConfig
 from dovetail.workers.heads.kind import GPU, Figures, HeadKind
 from dovetail.workers.heads.spec import (
     EXPERTS,
-    FeatureType,
     Group,
     HeadSpec,
     Shapes,
     TargetShape,
-    common_fields,
     rows_of,
 )
 
@@ -42,6 +40,7 @@ class JakiroSpec(HeadSpec):
 class _Mixed(HeadKind):
     """The common part of both kinds."""
 
+    spec = JakiroSpec
     up: ClassVar[Sequence[str]]  # the matrices of an expert that read a row
     down: ClassVar[str]
 
@@ -50,21 +49,13 @@ class _Mixed(HeadKind):
             self.silu and f"{EXPERTS}.gate.weight" in shapes
         )
 
-    def read_spec(
-        self, config: HeadConfig, shapes: Shapes, target: TargetShape, dtype: FeatureType
-    ) -> JakiroSpec:
+    def fields(self, config: HeadConfig, shapes: Shapes, target: TargetShape) -> dict[str, Any]:
         names = (name for name in shapes if name.startswith(f"{EXPERTS}.experts."))
         experts = len({name.split(".")[4] for name in names})
-        return JakiroSpec(
-            **common_fields(
-                self.name, config, shapes, target, dtype, mlp=f"mlp_moe.experts.0.{self.up[0]}"
-            ),
-            experts=experts,
-            contrast=self.silu and rows_of(shapes, f"{EXPERTS}.gate.weight", experts) > experts,
-        )
+        gate = rows_of(shapes, f"{EXPERTS}.gate.weight", experts)
+        return {"experts": experts, "contrast": self.silu and gate > experts}
 
-    def mlp_group(self, spec: HeadSpec, layer: str) -> Group:
-        assert isinstance(spec, JakiroSpec)
+    def mlp_group(self, spec: JakiroSpec, layer: str) -> Group:
         gate = {f"{layer}mlp_moe.gate.weight": (spec.experts + 2 * spec.contrast, spec.hidden)}
         hidden, wide = spec.hidden, spec.intermediate
         shapes = {**dict.fromkeys(self.up, (wide, hidden)), self.down: (hidden, wide)}
@@ -111,6 +102,7 @@ class Jakiro(_Mixed):
     """Jakiro in the format of its public checkpoints."""
 
     name, title, up, down = "jakiro", "Jakiro", ("gate_proj", "up_proj"), "down_proj"
+    mlp = "mlp_moe.experts.0.gate_proj"
     figures = Figures((4.96,), GPU, "Jakiro paper, Table 1: Vicuna 7B")
 
     def outcome(self, inputs: "Inputs", states: "Tensor", mixture: "Mixture") -> "Outcome":
@@ -123,6 +115,7 @@ class JakiroStar(_Mixed):
     """Jakiro* in the format of its public checkpoints."""
 
     name, setting, up, down, silu = "jakiro*", "jakiro", ("fc",), "proj", False
+    mlp = "mlp_moe.experts.0.fc"
 
     def outcome(self, inputs: "Inputs", states: "Tensor", mixture: "Mixture") -> "Outcome":
         single = mixture.shares.new_zeros(mixture.shares.shape)

@@ -6,7 +6,7 @@ takes seconds) before it computes. Training recipes are under `training`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.workers.heads.config import HeadConfig, MisfitError
 from dovetail.workers.heads.spec import (
@@ -16,6 +16,7 @@ from dovetail.workers.heads.spec import (
     Shapes,
     TargetShape,
     attention_groups,
+    common_fields,
     gated_mlp,
     refuse_other_target,
     shared_groups,
@@ -46,6 +47,9 @@ class HeadKind(ABC):
     setting: ClassVar[str] = ""  # its name in `draft.kind`, if different
     figures: ClassVar[Figures | None] = None  # None: a variant, which has the figures of its kind
     config: ClassVar[type[HeadConfig]] = HeadConfig  # the keys of its config.json
+    spec: ClassVar[type[HeadSpec]] = HeadSpec
+    layer: ClassVar[str] = "layers.0."  # the prefix of its first decoder layer's tensors
+    mlp: ClassVar[str] = "mlp.gate_proj"  # the matrix whose height is the width of its MLP
     silu: ClassVar[bool] = True
     """True if it computes with silu, so that another activation in config.json is an error."""
     own_embedding: ClassVar[bool] = False
@@ -60,12 +64,18 @@ class HeadKind(ABC):
         """Return this file's name of a tensor with that plain name."""
         return plain
 
-    @abstractmethod
     def read_spec(
         self, config: HeadConfig, shapes: Shapes, target: TargetShape, dtype: FeatureType
     ) -> HeadSpec:
         """Return the head described by a config.json and its tensors' shapes. Raises `MisfitError`
         if they are invalid."""
+        common = common_fields(config, shapes, target, mlp=self.mlp, layer=self.layer)
+        own = self.fields(config, shapes, target)
+        return self.spec(**{"kind": self.name, "dtype": dtype} | common | own)
+
+    def fields(self, config: Any, shapes: Shapes, target: TargetShape) -> dict[str, Any]:
+        """Return the fields of its `spec` that only this kind has, or reads from elsewhere."""
+        return {}
 
     def check(
         self, spec: HeadSpec, config: HeadConfig, shapes: Shapes, target: TargetShape
@@ -79,7 +89,7 @@ class HeadKind(ABC):
         """Return the width of the target that a head was made for, from its tensors."""
         return spec.target_width
 
-    def groups(self, spec: HeadSpec, config: HeadConfig) -> list[Group]:
+    def groups(self, spec: Any, config: Any) -> list[Group]:
         """Return all tensors of a head: fusion, embedding, output head, and Llama layers, the first
         of which has no norm before its attention."""
         groups = [*self.fusion_groups(spec, config), *shared_groups(spec)]
@@ -93,7 +103,7 @@ class HeadKind(ABC):
             ]
         return groups
 
-    def fusion_groups(self, spec: HeadSpec, config: HeadConfig) -> list[Group]:
+    def fusion_groups(self, spec: Any, config: Any) -> list[Group]:
         """Return the tensors that fuse embedding and feature: EAGLE's one matrix over both."""
         hidden = spec.hidden
         return [
@@ -101,7 +111,7 @@ class HeadKind(ABC):
             Group({"fc.bias": (hidden,)}, needed=config.bias),
         ]
 
-    def mlp_group(self, spec: HeadSpec, layer: str) -> Group:
+    def mlp_group(self, spec: Any, layer: str) -> Group:
         """Return the MLP of a decoder layer, or what replaces it."""
         return gated_mlp(spec, layer)
 

@@ -65,21 +65,13 @@ def plain_name(name: str) -> str:
 
 
 def common_fields(
-    kind: str,
-    config: HeadConfig,
-    shapes: Shapes,
-    target: TargetShape,
-    dtype: FeatureType,
-    *,
-    mlp: str,
-    layer: str = "layers.0.",
+    config: HeadConfig, shapes: Shapes, target: TargetShape, *, mlp: str, layer: str
 ) -> dict[str, Any]:
     """Return the fields of `HeadSpec` that all kinds read alike. `layer`: the prefix of the first
     decoder layer's tensors; `mlp`: its matrix whose height is the width of the MLP."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = rows_of(shapes, f"{layer}self_attn.q_proj.weight", hidden) // heads
     return {
-        "kind": kind,
         "hidden": hidden,
         "target_width": hidden,
         "heads": heads,
@@ -91,7 +83,6 @@ def common_fields(
         ),
         "draft_vocabulary": target.vocabulary_size,
         "context": config.max_position_embeddings,
-        "dtype": dtype,
         "epsilon": config.rms_norm_eps,
     }
 
