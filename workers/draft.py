@@ -25,7 +25,6 @@ from dovetail.protocol.messages import (
     Drafted,
     Drafts,
     Event,
-    Failed,
     Fed,
     Feed,
     Hello,
@@ -41,7 +40,7 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers.drafters.engine import Engine, SessionT
-from dovetail.workers.serving.failures import as_request_error
+from dovetail.workers.serving.failures import as_request_error, failed
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.speculation.proposal import Order, Price, Proposal, Shape
@@ -319,23 +318,15 @@ class DraftWorker(Generic[SessionT]):
             except StaleError:
                 self.stale += 1
             except RequestError as error:
-                yield self._failed(order, error)
+                yield failed(self._epoch, error, order.session, order.round)
             else:
                 sound[order.session] = order
         for order, outcome in self._outcomes([*sound.values()]):
             if isinstance(outcome, Exception):
-                yield self._failed(order, as_request_error(outcome))
+                failure = as_request_error(outcome)
+                yield failed(self._epoch, failure, order.session, order.round)
             else:
                 yield outcome
-
-    def _failed(self, order: Draft, error: RequestError) -> Failed:
-        return Failed(
-            epoch=self._epoch,
-            session=order.session,
-            round=order.round,
-            code=error.code,  # type: ignore[arg-type]
-            text=str(error),
-        )
 
     def _outcomes(self, commands: Sequence[Draft]) -> Iterator[tuple[Draft, Drafted | Exception]]:
         """Yield each order with its answer, or with the exception that it failed with, as soon as

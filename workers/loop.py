@@ -37,7 +37,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import ANSWER_S
 from dovetail.workers.progress import Abandoned, Watchdog, heard
-from dovetail.workers.serving.failures import as_request_error, failed_events, subject
+from dovetail.workers.serving.failures import as_request_error, failed, failed_events, subject
 from dovetail.workers.serving.registration import (
     EPOCH_BITS,
     FIRST_PAUSE_S,
@@ -190,15 +190,14 @@ class _Loop:
             spans.add_beside("encode", began_ns, encoded_ns, **about)
             spans.add_beside("send", encoded_ns, time.monotonic_ns(), **about)
 
-    def _turned_away(self, failed: Failed) -> None:
+    def _turned_away(self, refusal: Failed) -> None:
         """Handle a Failed that answers no command: the coordinator either took us for lost, so that
         we register again, or refuses us."""
-        if failed.code == "session":
-            raise LinkClosed(printable(failed.text))
-        text = f"the coordinator refused this worker: {printable(failed.text)}"
-        raise (
-            DovetailError(text) if failed.code == "protocol" else UserError(text)
-        )  # an error in our message is a bug, not a user error
+        if refusal.code == "session":
+            raise LinkClosed(printable(refusal.text))
+        text = f"the coordinator refused this worker: {printable(refusal.text)}"
+        # an error in our message is a bug, not a user error
+        raise DovetailError(text) if refusal.code == "protocol" else UserError(text)
 
     def _last_drain(self) -> Drain | None:
         """Return the Drain that the coordinator sent before it went, if any."""
@@ -233,12 +232,7 @@ class _Loop:
             with self._at_work():
                 worked = self._worker.idle()
         except Exception as error:
-            failure = as_request_error(error)
-            self._send(
-                Failed.model_validate(
-                    {"epoch": self._epoch, "code": failure.code, "text": str(failure)}
-                )
-            )
+            self._send(failed(self._epoch, as_request_error(error)))
             return False
         if worked:
             self._beat()

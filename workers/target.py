@@ -42,7 +42,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.spans import Span, Spans
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.serving.failures import as_request_error
+from dovetail.workers.serving.failures import as_request_error, failed
 from dovetail.workers.sessions.admission import FEW_SESSIONS, MAX_SESSIONS
 from dovetail.workers.sessions.opener import ReadingStep
 from dovetail.workers.sessions.prefix_cache import KeptSessions
@@ -243,16 +243,16 @@ class TargetWorker:
     def _verify(self, command: Verify) -> Iterator[Event]:
         """Verify items and prefill chunks of logs in one pass. An invalid one is answered with
         Failed, and does not affect the others."""
-        failed: list[Event] = []
+        wrong: list[Event] = []
         drawn = _drawn(command)
         items = self._sound(
             command.items,
             lambda item: self._verifier.check(item, drawn.get(item.session)),
-            failed,
+            wrong,
         )
-        reads = self._sound(command.reads, self._verifier.check_read, failed)
+        reads = self._sound(command.reads, self._verifier.check_read, wrong)
         verdicts, steps = self._verdicts(items, drawn, reads)
-        failed += [
+        wrong += [
             self._failed(item, verdict)
             for item, verdict in zip(items, verdicts, strict=True)
             if isinstance(verdict, RequestError)
@@ -260,7 +260,7 @@ class TargetWorker:
         spans, experts = self._spans.take(MAX_SPANS), self._verifier.take_experts()
         groups = _alike([verdict for verdict in verdicts if isinstance(verdict, Verdict)])
         yield from (self._verified(group, spans, experts) for group in groups)
-        yield from failed
+        yield from wrong
         for read, step in zip(reads, steps, strict=True):
             if isinstance(step, RequestError):
                 yield self._failed(read, step)
@@ -268,9 +268,9 @@ class TargetWorker:
                 yield from self._steps(read, step)
 
     def _sound(
-        self, asked: Sequence[ItemT], check: Callable[[ItemT], None], failed: list[Event]
+        self, asked: Sequence[ItemT], check: Callable[[ItemT], None], wrong: list[Event]
     ) -> list[ItemT]:
-        """Return the items that pass `check`, and add the failures of others to `failed`."""
+        """Return the items that pass `check`, and add the failures of others to `wrong`."""
         sound: list[ItemT] = []
         for item in asked:
             try:
@@ -280,7 +280,7 @@ class TargetWorker:
             except StaleError:
                 self.stale += 1
             except RequestError as error:
-                failed.append(self._failed(item, error))
+                wrong.append(self._failed(item, error))
             else:
                 sound.append(item)
         return sound
@@ -336,13 +336,7 @@ class TargetWorker:
             return as_request_error(error)
 
     def _failed(self, item: VerifyItem | ReadItem, error: RequestError) -> Failed:
-        return Failed(
-            epoch=self._epoch,
-            session=item.session,
-            round=item.round,
-            code=error.code,  # type: ignore[arg-type]
-            text=str(error),
-        )
+        return failed(self._epoch, error, item.session, item.round)
 
 
 def _drawn(command: Verify) -> dict[int, ProposalProbabilities]:

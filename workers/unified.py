@@ -7,9 +7,8 @@ command."""
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,13 @@ from dovetail.protocol.settings import (
     TargetSettings,
 )
 from dovetail.protocol.spans import Spans
-from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, DraftSession
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.backends.device.choice import tell_products
-from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.substitutes.coded import against_codes
-from dovetail.workers.models.substitutes.kept import Substitutes, Tell
+from dovetail.workers.models.substitutes.kept import Tell
 from dovetail.workers.models.substitutes.quantize import BITS
 from dovetail.workers.models.substitutes.substitute import (
     load_device_substitute,
@@ -150,51 +147,6 @@ class _Draft(DraftWorker[DraftSession]):
         return iter([*super()._drafts(command)])
 
 
-@dataclass(frozen=True)
-class _Making:
-    """Makes a substitute that shares what it can with its target."""
-
-    source: str
-    weights: str
-    context: int | None
-    folder: Path | None
-    tell: Tell
-
-    def on_cpu(self, open_target: Callable[[], TargetWorker]) -> "_Made":
-        """Make it before the target is loaded, then share the target's parts."""
-        substitute, made = load_substitute(
-            self.source,
-            weights=self.weights,
-            device="cpu",
-            context=self.context,
-            folder=self.folder,
-            tell=self.tell,
-        )
-        verifying = open_target()
-        return verifying, substitute, made, share(substitute, verifying.model)
-
-    def on_gpu(self, open_target: Callable[[], TargetWorker], device: Device) -> "_Made":
-        """Make it from a target that is already on the device."""
-        if why_not := against_codes(device.torch_device, self.weights):
-            raise SettingsError(
-                f"draft.share = true is not possible on {device.name}: {why_not}; set "
-                "draft.share to false, and choose another draft.kind"
-            )
-        verifying = open_target()
-        substitute, made, shared = load_device_substitute(
-            verifying.model,
-            device.capture,
-            weights=self.weights,
-            folder=self.folder,
-            tell=self.tell,
-        )
-        return verifying, substitute, made, shared
-
-
-_Made = tuple[TargetWorker, LanguageModel, Substitutes, int]
-"""The target, its substitute, what was quantised for it, and how many layers they share."""
-
-
 def open_unified(
     target: TargetSettings,
     draft: DraftSettings,
@@ -226,10 +178,27 @@ def open_unified(
             beside=BITS[weights],
         )
 
-    making = _Making(target.model, weights, target.longest, cache, tell)
-    verifying, substitute, made, shared = (
-        making.on_cpu(open_target) if device.is_cpu else making.on_gpu(open_target, device)
-    )
+    if device.is_cpu:  # made before the target is loaded, then shares the target's parts
+        substitute, made = load_substitute(
+            target.model,
+            weights=weights,
+            device="cpu",
+            context=target.longest,
+            folder=cache,
+            tell=tell,
+        )
+        verifying = open_target()
+        shared = share(substitute, verifying.model)
+    else:  # made from a target that is already on the device
+        if why_not := against_codes(device.torch_device, weights):
+            raise SettingsError(
+                f"draft.share = true is not possible on {device.name}: {why_not}; set "
+                "draft.share to false, and choose another draft.kind"
+            )
+        verifying = open_target()
+        substitute, made, shared = load_device_substitute(
+            verifying.model, device.capture, weights=weights, folder=cache, tell=tell
+        )
     if said := made.report(name):
         print(said, file=sys.stderr)
     if not device.is_cpu:
@@ -241,14 +210,10 @@ def open_unified(
     engine.borrow = lambda number: _lent(verifying, number)
     verifying.verifier.rows_beside = engine.rows_beside
     checkpoint = substitute.checkpoint
-    called = (
-        f"{checkpoint.source} ({weights} substitute, {shared} layers shared)"
-        if shared
-        else f"{checkpoint.source} ({weights} substitute)"
-    )
+    about = f"{weights} substitute" + (f", {shared} layers shared" if shared else "")
     identity = Identity(
         f"{name}-draft",
-        called,
+        f"{checkpoint.source} ({about})",
         target.device,
         threads,
         substitute.context,

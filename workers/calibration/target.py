@@ -166,12 +166,6 @@ def experts_told(calibration: Calibration) -> dict[str, Any] | None:
     }
 
 
-# -- the machine -----------------------------------------------------------------------------------
-
-
-# -- the model -------------------------------------------------------------------------------------
-
-
 def _measure_reading(
     settings: TargetSettings, subject: Subject, threads: int, seconds: float, say: Say
 ) -> ReadingCosts | None:
@@ -248,9 +242,6 @@ def back_ends(subject: Subject, profile: Path | None) -> dict[str, Any]:
     if model.backend == "kernels":
         found["isa"] = kernels.isa().name.lower()
     return found
-
-
-# -- the passes ------------------------------------------------------------------------------------
 
 
 def _lengths(context: int, wanted: Sequence[int]) -> tuple[int, list[int]]:

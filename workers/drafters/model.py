@@ -87,7 +87,7 @@ class Drafter(Grower[DraftSession]):
         "auto"."""
         super().__init__(spans, Scale(sharpening, noise_share=1.0), ahead=ahead, clock=clock)
         self.model = model
-        self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model)
+        self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model.new_cache(0))
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the model's

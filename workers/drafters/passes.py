@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,18 +18,6 @@ from dovetail.workers.speculation.growth import Nodes
 
 EMPTY = torch.empty(0)
 ResultT = TypeVar("ResultT")
-
-
-class Part(Protocol):
-    """Rows of one session."""
-
-    @property
-    def kind(self) -> Hashable:
-        """Parts of one kind may share a pass."""
-
-    @property
-    def count(self) -> int:
-        """The number of its rows."""
 
 
 Steps = Generator[Any, Any, Tensor]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.messages import Open
@@ -17,17 +18,21 @@ from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes
 from dovetail.workers.speculation.history import looks_back
 from dovetail.workers.speculation.noise import Noise, NoiseCache
 from dovetail.workers.speculation.rejection import Draws
-from dovetail.workers.speculation.sampling import SMALLEST_TEMPERATURE, LookingBack, process_logits
+from dovetail.workers.speculation.sampling import (
+    SMALLEST_TEMPERATURE,
+    LookingBack,
+    process_logits,
+    tempered,
+)
 from dovetail.workers.speculation.score_calibration import (
-    CLASS_OF,
-    DEEPEST,
     Expectations,
-    Scale,
     Scales,
     ScoreCalibration,
     class_of,
     fixed,
 )
+
+Doubles = NDArray[np.float64]
 
 
 @dataclass
@@ -110,24 +115,30 @@ class Ranking:
         None: the host ranks, because logits are processed or children drawn."""
         if self.looking_back is not None or self._cuts or self.draws is not None:
             return None
-        levels = tree.levels_of(nodes).tolist()
-        of = {level: self.scales[CLASS_OF[min(level + 1, DEEPEST)]] for level in set(levels)}
-        scales = [of[level] for level in levels]
-        if self.noise is None:
-            temperatures, sharpenings = [1.0] * len(scales), [scale.sharpening for scale in scales]
-        else:
-            least, heat = SMALLEST_TEMPERATURE, self.sampling.temperature
-            temperatures, sharpenings = (
-                [max(heat * scale.noise_share, least) for scale in scales],
-                [scale.sharpening / scale.noise_share for scale in scales],
-            )
+        levels = tree.levels_of(nodes)
+        shares, sharpenings = self._scales_of(levels)
+        temperatures = shares
+        if self.noise is not None:
+            temperatures = np.maximum(self.sampling.temperature * shares, SMALLEST_TEMPERATURE)
         return DeviceRanking(
             width,
             self.vocabulary_size,
-            np.array(temperatures, np.float32),
-            np.array(sharpenings, np.float32),
-            None if self.noise is None else [self.noise.at(root + level).row for level in levels],
+            temperatures.astype(np.float32),
+            sharpenings.astype(np.float32),
+            None
+            if self.noise is None
+            else [self.noise.at(root + level).row for level in levels.tolist()],
         )
+
+    def _scales_of(self, levels: Ints) -> tuple[Doubles, Doubles]:
+        """Return shares and sharpenings [N] with which the children of nodes on `levels` rank by (z
+        / share + noise) / sharpening: (z + share * noise) / (sharpening * share)."""
+        scales = [self.scales[depth] for depth in class_of(levels + 1).tolist()]
+        sharpenings = np.array([scale.sharpening for scale in scales])
+        if self.noise is None:
+            return np.array([1.0] * levels.size), sharpenings
+        shares = np.array([scale.noise_share for scale in scales])
+        return shares, sharpenings / shares
 
     @property
     def _cuts(self) -> bool:
@@ -163,7 +174,7 @@ class Ranking:
             else [self.noise.at(root + level) for level in levels.tolist()]
         )
         if best is None:
-            tokens, gains = self._likeliest(logits, noise, class_of(levels + 1), width)
+            tokens, gains = self._likeliest(logits, noise, levels, width)
         else:
             tokens, gains = best.take()
             tokens, gains = tokens[:, :width], gains[:, :width]
@@ -172,38 +183,10 @@ class Ranking:
         return tokens, gains
 
     def _likeliest(
-        self, logits: Tensor, noise: Sequence[Noise] | None, classes: Ints, width: int
+        self, logits: Tensor, noise: Sequence[Noise] | None, levels: Ints, width: int
     ) -> tuple[Ints, Floats]:
-        """Rank with the scale of each row's depth class; rows [N, V] with the same scale are ranked
-        together."""
-        scales = [self.scales[depth_class] for depth_class in classes.tolist()]
-        if len(different := set(scales)) == 1:
-            return self._by_scale(logits, noise, scales[0], width)
-        parts = []
-        for scale in different:
-            rows = [row for row, its in enumerate(scales) if its == scale]
-            parts.append(
-                (
-                    rows,
-                    *self._by_scale(
-                        logits[rows],
-                        None if noise is None else [noise[row] for row in rows],
-                        scale,
-                        width,
-                    ),
-                )
-            )
-        order = np.argsort(np.concatenate([rows for rows, _, _ in parts]))
-        return np.concatenate([tokens for _, tokens, _ in parts])[order], np.concatenate(
-            [gains for _, _, gains in parts]
-        )[order]
-
-    def _by_scale(
-        self, logits: Tensor, noise: Sequence[Noise] | None, scale: Scale, width: int
-    ) -> tuple[Ints, Floats]:
-        # (z + share * noise) / sharpening, with the share moved to the factor of the noise
-        share = 1.0 if noise is None else scale.noise_share
-        sharpening = scale.sharpening / share
+        """Rank the children of nodes on `levels` [N]."""
+        shares, sharpenings = self._scales_of(levels)
         if self.native:
             words = None if noise is None else [own.word for own in noise]
             tokens, gains = ranking.likeliest(
@@ -211,17 +194,21 @@ class Ranking:
                 width,
                 sampling=self.sampling,
                 words=words,
-                share=share,
-                sharpening=sharpening,
+                share=shares,
+                sharpening=sharpenings,
             )
             if (tokens[:, 0] >= 0).all():
                 return tokens, gains
-        rows = None if noise is None else [own.row for own in noise]
+        share, sharpening = (
+            torch.from_numpy(own.astype(np.float32)).to(logits.device).unsqueeze(1)
+            for own in (shares, sharpenings)
+        )
         if self._cuts:
-            logits, temperature = process_logits(logits, self.sampling) / share, 0.0
-        else:
-            temperature = self.sampling.temperature * share
-        return likeliest(logits, width, temperature=temperature, noise=rows, sharpening=sharpening)
+            logits = process_logits(logits, self.sampling) / share
+        elif self.sampling.temperature > 0.0:
+            logits = tempered(logits.float(), self.sampling.temperature * share)
+        rows = None if noise is None else [own.row for own in noise]
+        return likeliest(logits, width, noise=rows, sharpening=sharpening)
 
     def prepare(self, first: int, count: int) -> bool:
         """Precompute the noise of one of the positions first..first+count-1. Return False if there

@@ -56,7 +56,7 @@ class Wanted:
         from dovetail.workers.drafters.levels import known_levels
         from dovetail.workers.sessions.room import base_rows
 
-        kept = affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes)
+        cache = model.new_cache(0)
         return Identity(
             self.name,
             called,
@@ -64,8 +64,8 @@ class Wanted:
             self.threads,
             weights=model.weights,
             curves=known_levels(self.profile, model, device.library),
-            kept_tokens=kept,
-            kept_beside=base_rows(model),
+            kept_tokens=affordable_tokens(device.free_bytes(), cache.row_bytes),
+            kept_beside=base_rows(cache),
             together=MAX_SESSIONS,
             **more,
         )

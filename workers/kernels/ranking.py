@@ -53,12 +53,12 @@ def likeliest(
     *,
     sampling: Sampling,
     words: Sequence[int] | None = None,
-    share: float = 1.0,
-    sharpening: float = 1.0,
+    share: float | NDArray[np.float64] = 1.0,
+    sharpening: float | NDArray[np.float64] = 1.0,
 ) -> tuple[Ids, Values]:
     """Return the `width` highest ids [N, K] of z = (t / share + noise) / sharpening, where t are
     the logits [N, V] after temperature, top-k, top-p and min-p, and log_softmax(z) at them, best
-    first.
+    first. `share`, `sharpening`: of all rows, or [N].
 
     `words`: of the noise, one for each row; None: no noise. Of equals the lower id comes first; a
     temperature of 0 leaves the logits unchanged. A first id of -1 means that rounding decides what
@@ -67,7 +67,10 @@ def likeliest(
         raise ValueError(f"expected the noise of {len(logits)} rows, got {len(words)}")
     cut = sampling.truncates
     rows = np.zeros(len(logits), ROW)
-    _fill(rows, sampling, sampling.temperature if cut else sampling.temperature * share)
+    _fill(rows, sampling)
+    if sampling.temperature > 0.0:
+        heats = sampling.temperature * (1.0 if cut else share)
+        rows["temperature"] = np.maximum(heats, SMALLEST_TEMPERATURE)
     rows["logits"] = _start(logits) + 4 * logits.stride(0) * np.arange(len(logits))
     rows["share"], rows["sharpening"] = share if cut else 1.0, sharpening
     if words is not None:
@@ -81,7 +84,9 @@ def choose(asked: Sequence[tuple[Tensor, Sampling, int | None]]) -> list[tuple[i
     means that rounding decides what top-p keeps of the row, so that torch must choose."""
     rows = np.zeros(len(asked), ROW)
     for row, (logits, sampling, word) in zip(rows, asked, strict=True):
-        _fill(row, sampling, sampling.temperature)
+        _fill(row, sampling)
+        if sampling.temperature > 0.0:
+            row["temperature"] = max(sampling.temperature, SMALLEST_TEMPERATURE)
         row["logits"], row["share"], row["sharpening"] = _start(logits), 1.0, 1.0
         if word is not None:
             row["word"], row["noisy"] = word, 1
@@ -95,11 +100,10 @@ def choose(asked: Sequence[tuple[Tensor, Sampling, int | None]]) -> list[tuple[i
     return [*zip(ids[:, 0].tolist(), margins.tolist(), strict=True)]
 
 
-def _fill(rows: Any, sampling: Sampling, temperature: float) -> None:
-    """Set the processors of rows."""
+def _fill(rows: Any, sampling: Sampling) -> None:
+    """Set the processors of rows, but for their temperature."""
     rows["top_k"], rows["top_p"] = sampling.top_k, sampling.top_p
     rows["least"] = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
-    rows["temperature"] = max(temperature, SMALLEST_TEMPERATURE) if temperature > 0.0 else 0.0
 
 
 def _rank(rows: Any, size: int, width: int, *, shares: bool) -> tuple[Ids, Values]:

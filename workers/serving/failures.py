@@ -75,7 +75,17 @@ def failed_events(command: Command, epoch: int, error: RequestError) -> list[Eve
             subjects = [(command.session, command.round)]
         case Close():
             subjects = [(command.session, None)]
-    return [
-        Failed(epoch=epoch, session=s, round=r, code=error.code, text=str(error))  # type: ignore[arg-type]
-        for s, r in subjects
-    ]
+    return [failed(epoch, error, *about) for about in subjects]
+
+
+def failed(
+    epoch: int, error: RequestError, session: int | None = None, round: int | None = None
+) -> Failed:
+    """Return the answer to a command, of a session and a round, that failed."""
+    return Failed(
+        epoch=epoch,
+        session=session,
+        round=round,
+        code=error.code,  # type: ignore[arg-type]
+        text=str(error),
+    )

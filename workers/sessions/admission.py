@@ -19,7 +19,7 @@ class Admission:
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
-        self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model)
+        self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model.new_cache(0))
 
     def check(self, order: Open, opened: int) -> None:
         """Check a request for a session while this many are open."""

@@ -55,7 +55,7 @@ class Opener:
         self._prefill = Prefill(model, spans, reads_from=reads_from)
         self._sessions: dict[int, TargetSession] = {}
         self._begun: dict[int, Begun] = {}  # by session: logs that are not completely prefilled yet
-        self._kept: KeptSessions[Left] = KeptSessions(kept_tokens, base_rows(model))
+        self._kept: KeptSessions[Left] = KeptSessions(kept_tokens, base_rows(model.new_cache(0)))
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Returns the additional slots of a session's cache, for a draft that shares it."""
         HELD.add(self)

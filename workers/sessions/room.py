@@ -1,8 +1,6 @@
 """Checks whether the KV cache of another session fits into the host's memory: the kernel
 overcommits, and would later kill the process that uses it."""
 
-from typing import Protocol
-
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.memory import read_room
 from dovetail.workers.models.backends.staged import Staged
@@ -21,17 +19,9 @@ def host_row_bytes(model: LanguageModel) -> int:
     return model.new_cache(0).row_bytes
 
 
-class Cached(Protocol):
-    """A model whose sessions have caches."""
-
-    def new_cache(self, capacity: int) -> Cache:
-        """Return an empty cache for `capacity` rows."""
-
-
-def base_rows(model: Cached) -> int:
-    """Return a session's memory outside its rows, such as recurrent states, in rows of keys and
-    values."""
-    cache = model.new_cache(0)
+def base_rows(cache: Cache) -> int:
+    """Return the memory of a session with such a cache outside its rows, such as recurrent states,
+    in rows of keys and values."""
     return -(-cache.base_bytes // max(1, cache.row_bytes))
 
 

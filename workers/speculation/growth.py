@@ -352,11 +352,11 @@ def likeliest(
     *,
     temperature: float = 0.0,
     noise: Sequence[Tensor] | None = None,
-    sharpening: float = 1.0,
+    sharpening: float | Tensor = 1.0,
 ) -> tuple[Ints, Floats]:
     """Return the `width` largest ids [N, K] of z = (logits [N, V] / temperature + noise, a row [V]
-    for each) / sharpening, and log_softmax(z) at them, best first. A temperature of 0 leaves the
-    logits unchanged. One transfer from the device."""
+    for each) / sharpening (of all rows, or [N, 1]), and log_softmax(z) at them, best first. A
+    temperature of 0 leaves the logits unchanged. One transfer from the device."""
     z = tempered(logits.float(), temperature) if temperature > 0.0 else logits.float()
     z = z if noise is None else z + torch.stack(list(noise))
     z = z / sharpening

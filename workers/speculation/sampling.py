@@ -125,10 +125,14 @@ def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     return z
 
 
-def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits [N, V] at a temperature above 0, shifted so that the largest of a row is 0: no
-    tiny temperature can overflow."""
-    return (logits - logits.amax(-1, keepdim=True)) / max(temperature, SMALLEST_TEMPERATURE)
+def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Return logits [N, V] at a temperature above 0, of all rows or [N, 1], shifted so that the
+    largest of a row is 0: no tiny temperature can overflow."""
+    if isinstance(temperature, Tensor):
+        heat: float | Tensor = temperature.clamp(min=SMALLEST_TEMPERATURE)
+    else:
+        heat = max(temperature, SMALLEST_TEMPERATURE)
+    return (logits - logits.amax(-1, keepdim=True)) / heat
 
 
 def _nucleus(z: Tensor, top_p: float) -> Tensor:

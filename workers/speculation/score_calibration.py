@@ -45,7 +45,7 @@ PRIOR = 32.0
 """The weight of the prior, in nodes that each give log s and h one unit of Fisher information."""
 CLASSES = 4  # depth classes: children on level 1, on 2, on 3 and 4, and below
 DEEPEST = 5
-CLASS_OF = (0, 0, 1, 2, 2, 3)
+CLASS_OF = np.array((0, 0, 1, 2, 2, 3), np.int32)
 """The depth class by level; the last one is for all levels from `DEEPEST` on."""
 WORK = 1 << 17
 """The most exponentials in one call of `learn`, but at least one point of the grid: half a
@@ -79,7 +79,8 @@ def fixed(scale: Scale) -> Scales:
 
 def class_of(levels: Ints) -> Ints:
     """Return the depth class of children on `levels`, which are 1 or more."""
-    return np.array(CLASS_OF, np.int32)[np.minimum(levels, DEEPEST)]
+    classes: Ints = CLASS_OF[np.minimum(levels, DEEPEST)]
+    return classes
 
 
 @dataclass(frozen=True)
