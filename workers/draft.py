@@ -42,7 +42,7 @@ from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers.drafters.engine import Engine, SessionT
 from dovetail.workers.serving.failures import as_request_error, failed
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
-from dovetail.workers.sessions.rounds import check_round, find_session
+from dovetail.workers.sessions.rounds import check_chunk, check_round, find_session
 from dovetail.workers.speculation.proposal import Order, Price, Proposal, Shape
 
 MAX_OPEN = 1024  # the most open sessions, each with its own cache; memory is the real bound
@@ -90,30 +90,16 @@ class DraftWorker(Generic[SessionT]):
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`spans` and `clock`: those of the engine."""
-        self._engine, self._identity, self._spans, self._clock = engine, identity, spans, clock
+        self.engine, self.spans, self._identity, self._clock = engine, spans, identity, clock
         self._held: dict[int, _Held[SessionT]] = {}
-        self._kept: KeptSessions[Left] = KeptSessions(identity.kept_tokens, identity.kept_beside)
+        self.kept: KeptSessions[Left] = KeptSessions(identity.kept_tokens, identity.kept_beside)
         self._to_learn = False
         self._epoch = 0
         self.stale = 0
 
     @property
-    def engine(self) -> Engine[SessionT]:
-        """The engine, for inspection of what it has learned."""
-        return self._engine
-
-    @property
-    def spans(self) -> Spans:
-        return self._spans
-
-    @property
     def sessions(self) -> int:
         return len(self._held)
-
-    @property
-    def kept(self) -> int:
-        """The number of ended sessions that are kept."""
-        return len(self._kept)
 
     def session(self, number: int) -> SessionT:
         """Return the engine's session of that number; raise `RequestError` if it is not open."""
@@ -122,7 +108,7 @@ class DraftWorker(Generic[SessionT]):
     def hello(self, epoch: int) -> Hello:
         """Return the registration; from now on events carry `epoch`."""
         self._epoch = epoch
-        engine, its = self._engine, self._identity
+        engine, its = self.engine, self._identity
         return Hello(
             epoch=epoch,
             roles=("draft",),
@@ -177,26 +163,26 @@ class DraftWorker(Generic[SessionT]):
         verdict, growing trees ahead in turn, and more learning."""
         began_ns = self._clock()
         grown: Sequence[int] = ()
-        worked = self._get_ready() or bool(grown := self._grow_ahead()) or self._engine.learn()
+        worked = self._get_ready() or bool(grown := self._grow_ahead()) or self.engine.learn()
         if worked and not grown:
-            self._spans.add_beside("prepare", began_ns, self._clock())
+            self.spans.add_beside("prepare", began_ns, self._clock())
         elif grown:
             number = grown[0] if len(grown) == 1 else None
             about = {} if number is None else {"session": number, "round": self._held[number].round}
-            self._spans.add_beside("grow", began_ns, self._clock(), **about)
+            self.spans.add_beside("grow", began_ns, self._clock(), **about)
         return worked
 
     def _get_ready(self) -> bool:
         """Precompute what any proposal needs, or learn a bit after a verdict; return False if there
         is neither."""
-        if any(self._engine.prepare(held.session) for held in self._held.values()):
+        if any(self.engine.prepare(held.session) for held in self._held.values()):
             return True
         to_learn, self._to_learn = self._to_learn, False
-        return to_learn and self._engine.learn()
+        return to_learn and self.engine.learn()
 
     def let_go(self) -> None:
         """Free the kept sessions; sessions that would have reused them start from scratch."""
-        self._kept.clear()
+        self.kept.clear()
 
     def let_graphs_go(self) -> bool:
         """Return False: graphs are held by the arenas of the engine's caches."""
@@ -204,15 +190,15 @@ class DraftWorker(Generic[SessionT]):
 
     def suspend(self) -> KeptSessions[Left]:
         held, self._held = self._held, {}
-        for number, one in held.items() if self._engine.keeps else ():
-            self._kept.hold(number, self._engine.keep(one.session))
-        return self._kept
+        for number, one in held.items() if self.engine.keeps else ():
+            self.kept.hold(number, self.engine.keep(one.session))
+        return self.kept
 
     def _grow_ahead(self) -> Sequence[int]:
         """Make a pass ahead for the sessions whose turn it is, and return their numbers; empty if
         no session has anything to grow."""
         numbers = [*self._held]
-        places = self._engine.grow_all_ahead([held.session for held in self._held.values()])
+        places = self.engine.grow_all_ahead([held.session for held in self._held.values()])
         grown = [numbers[place] for place in places]
         for number in numbers[: places[-1] + 1] if places else ():
             self._held[number] = self._held.pop(number)  # to the end of the queue
@@ -220,7 +206,7 @@ class DraftWorker(Generic[SessionT]):
 
     def _open(self, command: Open) -> Opened | Reading:
         number = command.session
-        if number in self._held or number in self._kept:
+        if number in self._held or number in self.kept:
             raise StaleError(f"session {number} has been opened already")
         if len(self._held) >= MAX_OPEN:
             raise RequestError(
@@ -228,10 +214,8 @@ class DraftWorker(Generic[SessionT]):
                 f"this draft worker already has {MAX_OPEN} sessions; wait for one to end or "
                 "start another worker",
             )
-        self._engine.check_tokens(command.prompt)
-        session = self._engine.open(
-            command, self._kept.base(command, self._open_base(command.base))
-        )
+        self.engine.check_tokens(command.prompt)
+        session = self.engine.open(command, self.kept.base(command, self._open_base(command.base)))
         if not session.readable:
             print(
                 f"{self._identity.name}: a prompt of {len(command.prompt)} tokens exceeds the "
@@ -245,7 +229,7 @@ class DraftWorker(Generic[SessionT]):
     def _open_base(self, number: int | None) -> Left | None:
         """Return the log and rows of an open session."""
         held = self._held.get(number or 0)
-        return None if held is None or not self._engine.keeps else self._engine.left(held.session)
+        return None if held is None or not self.engine.keeps else self.engine.left(held.session)
 
     def _opened(self, about: Open | ReadItem, session: SessionT) -> Opened | Reading:
         """Return Opened if the whole prompt has been prefilled, else Reading."""
@@ -253,38 +237,35 @@ class DraftWorker(Generic[SessionT]):
             "epoch": self._epoch,
             "session": about.session,
             "round": about.round,
-            "spans": self._spans.take(MAX_SPANS),
+            "spans": self.spans.take(MAX_SPANS),
         }
-        done, left = self._engine.rows(session) if self._engine.prompt_rows else (0, 0)
+        done, left = self.engine.rows(session) if self.engine.prompt_rows else (0, 0)
         return Reading(**told, done=done) if left else Opened(**told)
 
     def _read(self, item: ReadItem) -> Opened | Reading:
         held = find_session(self._held, item.session)
-        if not self._engine.prompt_rows:
+        if not self.engine.prompt_rows:
             raise RequestError("role", "this draft reads prompts whole: send Open without `read`")
-        done, left = self._engine.rows(held.session)
-        if item.start < done or item.round != held.round:
-            raise StaleError(f"rows of session {item.session} from {item.start} on have been read")
-        if item.start > done or not left:
-            raise RequestError(
-                "prefix",
-                f"session {item.session}: rows from {item.start} on were asked for, but {done} "
-                "have been read; open the session again",
-            )
-        self._engine.read(held.session, item.rows)
+        done, left = self.engine.rows(held.session)
+        if item.round != held.round:
+            raise StaleError(f"session {item.session} was opened again")
+        check_chunk(item, done)
+        if not left:
+            raise RequestError("prefix", f"session {item.session}: all {done} rows have been read")
+        self.engine.read(held.session, item.rows)
         return self._opened(item, held.session)
 
     def _close(self, number: int, *, keep: bool) -> None:
         held = self._held.pop(number, None)
         if not keep:
-            self._kept.drop(number)
-        elif held and self._engine.keeps and self._kept.takes(len(held.session.log)):
-            self._kept.add(number, self._engine.keep(held.session))
+            self.kept.drop(number)
+        elif held and self.engine.keeps and self.kept.takes(len(held.session.log)):
+            self.kept.add(number, self.engine.keep(held.session))
 
     def _feed(self, command: Feed) -> Fed:
         held = find_session(self._held, command.session)
         try:
-            self._engine.feed(held.session, command.start, command.features)
+            self.engine.feed(held.session, command.start, command.features)
         except (RequestError, StaleError):
             raise
         except BaseException:  # some rows may have been computed
@@ -295,7 +276,7 @@ class DraftWorker(Generic[SessionT]):
             session=command.session,
             round=command.round,
             start=command.start,
-            spans=self._spans.take(MAX_SPANS),
+            spans=self.spans.take(MAX_SPANS),
         )
 
     def _draft(self, command: Draft) -> Drafted:
@@ -342,7 +323,7 @@ class DraftWorker(Generic[SessionT]):
                 except Exception as error:
                     del left[command.session], self._held[command.session]
                     yield command, error
-            for place, outcome in self._engine.draft_all([order for _, order in orders]):
+            for place, outcome in self.engine.draft_all([order for _, order in orders]):
                 command = orders[place][0]
                 del left[command.session]
                 if isinstance(outcome, Exception):
@@ -358,7 +339,7 @@ class DraftWorker(Generic[SessionT]):
         """Return the order for the engine, after taking the features that came with it."""
         session, deadline_ms = self._held[command.session].session, command.deadline_ms
         if command.features is not None:
-            self._engine.take_features(session, command.features)
+            self.engine.take_features(session, command.features)
         return Order(
             session,
             command.accepted,
@@ -387,13 +368,13 @@ class DraftWorker(Generic[SessionT]):
                 f"session {command.session}: nodes {command.accepted} are not a path of the "
                 f"proposal of round {held.round}",
             )
-        self._engine.check_tokens([command.bonus, *command.more])
-        self._engine.check_features(held.session, committed, command.features)
+        self.engine.check_tokens([command.bonus, *command.more])
+        self.engine.check_features(held.session, committed, command.features)
 
     def _drafted(self, command: Draft, proposal: Proposal, start_ns: int) -> Drafted:
         held, self._to_learn = self._held[command.session], True
         held.round, held.proposed = command.round, proposal.tree
-        self._spans.add("draft", start_ns, self._clock())
+        self.spans.add("draft", start_ns, self._clock())
         return Drafted(
             epoch=self._epoch,
             session=command.session,
@@ -409,6 +390,6 @@ class DraftWorker(Generic[SessionT]):
             entropy=proposal.entropy,
             candidates=proposal.candidates,
             probabilities=proposal.probabilities,
-            spans=self._spans.take(MAX_SPANS),
-            beside=self._spans.take_beside(MAX_SPANS),
+            spans=self.spans.take(MAX_SPANS),
+            beside=self.spans.take_beside(MAX_SPANS),
         )

@@ -81,31 +81,19 @@ class TargetWorker:
 
     def __init__(self, model: LanguageModel, identity: Identity) -> None:
         self.stale = 0
-        self._model, self._identity, self._spans = model, identity, Spans()
-        self._verifier = Verifier(
-            model, self._spans, kept_tokens=identity.kept_tokens, reads_from=identity.reads_from
+        self.model, self.spans, self._identity = model, Spans(), identity
+        self.verifier = Verifier(
+            model, self.spans, kept_tokens=identity.kept_tokens, reads_from=identity.reads_from
         )
         self._epoch = 0
 
     @property
-    def model(self) -> LanguageModel:
-        return self._model
-
-    @property
-    def verifier(self) -> Verifier:
-        return self._verifier
-
-    @property
-    def spans(self) -> Spans:
-        return self._spans
-
-    @property
     def sessions(self) -> int:
-        return len(self._verifier)
+        return len(self.verifier)
 
     def hello(self, epoch: int) -> Hello:
         self._epoch = epoch
-        identity, checkpoint = self._identity, self._model.checkpoint
+        identity, checkpoint = self._identity, self.model.checkpoint
         return Hello(
             epoch=epoch,
             roles=("target",),
@@ -117,20 +105,20 @@ class TargetWorker:
             threads=identity.threads,
             fingerprint=identity.fingerprint,
             limits=Limits(
-                context=self._model.context,
+                context=self.model.context,
                 nodes=MAX_GAMMA,
                 sessions=FEW_SESSIONS if identity.room_tokens is None else MAX_SESSIONS,
                 kept=identity.kept_tokens,
                 room=identity.room_tokens,
-                prompt_rows=self._verifier.prompt_rows if identity.same_bytes else 0,
-                shares=bool(identity.kept_tokens) and self._model.new_cache(0).branches,
+                prompt_rows=self.verifier.prompt_rows if identity.same_bytes else 0,
+                shares=bool(identity.kept_tokens) and self.model.new_cache(0).branches,
             ),
             vocabulary=checkpoint.vocabulary,
             tokenizer=Array.of(checkpoint.tokenizer),
             table=Array.of(checkpoint.table.packed),
             states=States(
-                width=self._model.hidden_size,
-                layers=self._model.layers,
+                width=self.model.hidden_size,
+                layers=self.model.layers,
                 checkpoint=checkpoint.digest,
             ),
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
@@ -150,36 +138,36 @@ class TargetWorker:
             case Verify():
                 return self._verify(command)
             case Close():
-                self._verifier.close(command.session, keep=command.keep)
+                self.verifier.close(command.session, keep=command.keep)
                 return [Closed(epoch=self._epoch, session=command.session)]
             case _:
                 raise RequestError("role", f"a target worker does not take {command.type!r}")
 
     def idle(self) -> bool:
         began_ns = time.monotonic_ns()
-        worked = self._verifier.prepare_noise()
+        worked = self.verifier.prepare_noise()
         if worked:
-            self._spans.add_beside("prepare", began_ns, time.monotonic_ns())
+            self.spans.add_beside("prepare", began_ns, time.monotonic_ns())
         return worked
 
     def suspend(self) -> KeptSessions[Any]:
-        return self._verifier.suspend()
+        return self.verifier.suspend()
 
     def _open(self, command: Open) -> Iterator[Event]:
         """Open a session. Features of each chunk of the prompt are sent before the next is
         computed, so that they take no memory."""
-        if command.session in self._verifier:
+        if command.session in self.verifier:
             self.stale += 1
             return
-        yield from self._steps(command, self._verifier.open(command))
+        yield from self._steps(command, self.verifier.open(command))
 
     def _refeed(self, command: Refeed) -> Iterator[Event]:
-        if self._verifier.recomputes(command.session, command.round):
+        if self.verifier.recomputes(command.session, command.round):
             self.stale += 1
             return
         yield from self._steps(
             command,
-            self._verifier.refeed(
+            self.verifier.refeed(
                 command.session,
                 command.features,
                 command.start,
@@ -191,14 +179,14 @@ class TargetWorker:
 
     def _read(self, item: ReadItem) -> Iterator[Event]:
         try:
-            self._verifier.check_read(item)
+            self.verifier.check_read(item)
         except StaleError:
             self.stale += 1
             return
         except RequestError as error:
             yield self._failed(item, error)
             return
-        yield from self._steps(item, self._verifier.read(item))
+        yield from self._steps(item, self.verifier.read(item))
 
     def _steps(
         self, about: Open | Refeed | ReadItem, steps: Iterable[ReadingStep]
@@ -220,7 +208,7 @@ class TargetWorker:
             case ScoredPart():
                 return Scored(**told, start=step.start, logprobs=step.logprobs)
             case Unread():
-                return Reading(**told, done=step.done, spans=self._spans.take(MAX_SPANS))
+                return Reading(**told, done=step.done, spans=self.spans.take(MAX_SPANS))
             case First():
                 return Opened(
                     **told,
@@ -229,7 +217,7 @@ class TargetWorker:
                     bonus=step.token,
                     margin=step.margin,
                     logprobs=step.logprobs,
-                    spans=self._spans.take(MAX_SPANS),
+                    spans=self.spans.take(MAX_SPANS),
                 )
 
     def _refed(self, about: Open | Refeed | ReadItem) -> Refed:
@@ -237,7 +225,7 @@ class TargetWorker:
             epoch=self._epoch,
             session=about.session,
             round=about.round,
-            spans=self._spans.take(MAX_SPANS),
+            spans=self.spans.take(MAX_SPANS),
         )
 
     def _verify(self, command: Verify) -> Iterator[Event]:
@@ -247,17 +235,17 @@ class TargetWorker:
         drawn = _drawn(command)
         items = self._sound(
             command.items,
-            lambda item: self._verifier.check(item, drawn.get(item.session)),
+            lambda item: self.verifier.check(item, drawn.get(item.session)),
             wrong,
         )
-        reads = self._sound(command.reads, self._verifier.check_read, wrong)
+        reads = self._sound(command.reads, self.verifier.check_read, wrong)
         verdicts, steps = self._verdicts(items, drawn, reads)
         wrong += [
             self._failed(item, verdict)
             for item, verdict in zip(items, verdicts, strict=True)
             if isinstance(verdict, RequestError)
         ]
-        spans, experts = self._spans.take(MAX_SPANS), self._verifier.take_experts()
+        spans, experts = self.spans.take(MAX_SPANS), self.verifier.take_experts()
         groups = _alike([verdict for verdict in verdicts if isinstance(verdict, Verdict)])
         yield from (self._verified(group, spans, experts) for group in groups)
         yield from wrong
@@ -296,7 +284,7 @@ class TargetWorker:
             items=tuple(verdict.item for verdict in verdicts),
             experts=experts,
             spans=tuple(spans),
-            beside=self._spans.take_beside(MAX_SPANS),
+            beside=self.spans.take_beside(MAX_SPANS),
             features=to_array(torch.cat(features)) if features else None,
         )
 
@@ -311,7 +299,7 @@ class TargetWorker:
         passes."""
         try:
             if items:
-                return self._verifier.verify_and_read(items, drawn, reads)
+                return self.verifier.verify_and_read(items, drawn, reads)
         except Exception as error:
             failure = as_request_error(error)
             if len(items) == 1 and not reads:
@@ -321,7 +309,7 @@ class TargetWorker:
     def _part(self, item: ReadItem) -> Sequence[ReadingStep] | RequestError:
         """Prefill a chunk of a log in a separate pass."""
         try:
-            return [*self._verifier.read(item)]
+            return [*self.verifier.read(item)]
         except Exception as error:
             return as_request_error(error)
 
@@ -330,8 +318,8 @@ class TargetWorker:
     ) -> Verdict | RequestError:
         """Verify one item in a separate pass."""
         try:
-            self._verifier.check(item, drawn.get(item.session))
-            return self._verifier.verify([item], drawn)[0]
+            self.verifier.check(item, drawn.get(item.session))
+            return self.verifier.verify([item], drawn)[0]
         except Exception as error:
             return as_request_error(error)
 

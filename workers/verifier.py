@@ -81,11 +81,6 @@ class Verifier(Opener):
         """(layers that are read, type) -> passes that are held."""
         self._counts, self._experts = model.routing is not None, 0
 
-    @property
-    def kept(self) -> int:
-        """The number of ended sessions that are kept."""
-        return len(self._kept)
-
     def check(self, item: VerifyItem, drawn: ProposalProbabilities | None = None) -> None:
         """Raise `StaleError` or `RequestError` unless the item can be verified."""
         session = find_session(self._sessions, item.session)
@@ -192,10 +187,10 @@ class Verifier(Opener):
         session = self._sessions.pop(number, None)
         self._begun.pop(number, None)
         if not keep:
-            self._kept.drop(number)
-        elif session is not None and self._kept.takes(len(session.log)):
+            self.kept.drop(number)
+        elif session is not None and self.kept.takes(len(session.log)):
             session.cache.resize(session.cache.length)
-            self._kept.add(number, Left(session.log, session.cache))
+            self.kept.add(number, Left(session.log, session.cache))
 
     def suspend(self) -> KeptSessions[Left]:
         """Close all sessions, and return their rows and those kept before, regardless of the
@@ -203,9 +198,9 @@ class Verifier(Opener):
         self._begun.clear()
         for number, session in self._sessions.items():
             session.cache.resize(session.cache.length)
-            self._kept.hold(number, Left(session.log, session.cache))
+            self.kept.hold(number, Left(session.log, session.cache))
         self._sessions.clear()
-        return self._kept
+        return self.kept
 
     def lend(self, number: int) -> tuple[Sequence[int], Cache, int]:
         """Return a session's log, its cache, in which the rows of all tokens but the last are

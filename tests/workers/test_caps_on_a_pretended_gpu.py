@@ -142,11 +142,11 @@ def test_what_a_target_keeps_makes_room_for_a_session(tmp_path: Path) -> None:
     assert verify(worker, 0, prefix=1001)
     assert isinstance(next(iter(worker.handle(Close(epoch=1, session=0, keep=True)))), Closed)
     list(worker.handle(opening(1, 10, 1900)))  # in the memory that the first one has left
-    assert worker.verifier.kept == 1
+    assert len(worker.verifier.kept) == 1
     with capped(MEMORY.used + 700 * model.new_cache(0).row_bytes):
         *_, last = worker.handle(opening(2, 10, 1000))
         assert isinstance(last, Opened)
-        assert worker.verifier.kept == 0
+        assert len(worker.verifier.kept) == 0
         with pytest.raises(RequestError) as gone:
             list(worker.handle(opening(3, 1010, 1500, base=0, kept=900)))
     assert gone.value.code == "prefix"

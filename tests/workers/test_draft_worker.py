@@ -556,7 +556,7 @@ def test_a_session_whose_feed_fails_is_forgotten(
 
     worker = head_worker(write_head(tmp_path, "eagle"), llama_folder)
     worker.handle(open_())
-    monkeypatch.setattr(worker._engine.head, "forward", fail)
+    monkeypatch.setattr(worker.engine.head, "forward", fail)
     with pytest.raises(MemoryError):
         worker.handle(feed(0, 3))
     assert worker.sessions == 0

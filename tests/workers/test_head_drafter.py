@@ -19,10 +19,10 @@ from dovetail.protocol.noise import gumbel
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
+from dovetail.workers.devices.base import Capture
 from dovetail.workers.devices.memory import captured_if_possible
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.head import FORETOLD, NOISE_SHARE, HeadDrafter
-from dovetail.workers.drafters.head_levels import Capture
 from dovetail.workers.heads.head import Head, Predicted, open_head
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.sessions.wire import TYPES, to_array

@@ -260,7 +260,7 @@ def test_a_prompt_that_is_scored_has_no_base(llama: LanguageModel) -> None:
                 )
             )
         )
-    assert (verifier.kept, len(verifier)) == (1, 0)
+    assert (len(verifier.kept), len(verifier)) == (1, 0)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -209,7 +209,7 @@ def test_a_prompt_that_is_not_wanted_any_more_leaves_nothing(llama: LanguageMode
     with pytest.raises(RequestError, match="not open"):
         verifier.lend(1)
     verifier.close(1, keep=True)
-    assert (len(verifier), verifier.kept) == (0, 0)
+    assert (len(verifier), len(verifier.kept)) == (0, 0)
     with pytest.raises(RequestError, match="open it first"):
         verifier.check_read(ReadItem(session=1, round=0, start=8, rows=1))
 

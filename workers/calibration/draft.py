@@ -19,9 +19,10 @@ from dovetail.protocol.profile import ProfileKey
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.passes import CONTEXT, Computes, Passes
+from dovetail.workers.devices.base import Capture
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.head_levels import Capture, Levels, compute_level, open_levels
+from dovetail.workers.drafters.head_levels import Levels, compute_level, open_levels
 from dovetail.workers.drafters.levels import levels_key
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.registry import open_draft_worker

@@ -41,8 +41,8 @@ from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
+from dovetail.workers.devices.base import Capture
 from dovetail.workers.drafters.head_levels import (
-    Capture,
     adapts_shapes,
     compute_rows,
     open_levels,

@@ -8,7 +8,7 @@ states where their children find them, and ranking the children. If the number o
 draft's certainty, so does the graph (HeteroSpec's dynamic computational adaptation, section
 4.3)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.settings import TreeSettings
+from dovetail.workers.devices.base import Capture
 from dovetail.workers.drafters.passes import Rows, wanted_rows
 from dovetail.workers.heads.head import Head, Predicted
 from dovetail.workers.models.backends.device.fixed import (
@@ -41,9 +42,6 @@ from dovetail.workers.models.backends.device.levels import (
 from dovetail.workers.models.backends.device.rows import PlacedRows
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.speculation.growth import Nodes
-
-Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""A function of fixed shapes -> one that repeats it, with the same tensors."""
 
 
 @dataclass(frozen=True)

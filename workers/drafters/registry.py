@@ -151,20 +151,16 @@ def _open_folder(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.heads.registry import setting_of
 
     kind = classify(settings.model, allow_bin=settings.pickled)
-    if settings.kind not in ("auto", told := "small" if kind is None else setting_of(kind)):
+    found, words = "small", "an ordinary language model (kind 'small')"
+    if kind is not None:
+        found = setting_of(kind)
+        words = f"a head of kind {found!r}"
+    if settings.kind not in ("auto", found):
         raise SettingsError(
-            f"draft.kind = {settings.kind!r}, but {settings.model} is {_in_words(told)}: "
+            f"draft.kind = {settings.kind!r}, but {settings.model} is {words}: "
             "leave draft.kind out, or name another folder"
         )
     return _open_small(wanted) if kind is None else _open_head(wanted)
-
-
-def _in_words(kind: str) -> str:
-    return (
-        "an ordinary language model (kind 'small')"
-        if kind == "small"
-        else f"a head of kind {kind!r}"
-    )
 
 
 def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:

@@ -114,24 +114,11 @@ class Head:
         """Compute a pass: tokens, positions int64 [T] (the rows of all segments, one after the
         other), features [T, W] of the target if `true`, else recurrent [T, H]. `rows`: which of the
         T are predicted, None: all. Keys and values of all rows go into the caches."""
-        if not true and features.shape[1] != self.spec.hidden:
-            raise ValueError(
-                f"recurrent features of width {features.shape[1]}, where the head has "
-                f"{self.spec.hidden}"
-            )
-        if true and features.shape[1] != self.spec.feature_width:
-            raise ValueError(
-                f"features of width {features.shape[1]}, where the head reads "
-                f"{self.spec.feature_width}"
-            )
-        return self._predict(
-            tokens,
-            features,
-            self._engine.see(positions, segments),
-            true=true,
-            rows=rows,
-            contrast=contrast,
-        )
+        width = self.spec.feature_width if true else self.spec.hidden
+        if features.shape[1] != width:
+            raise ValueError(f"features of width {features.shape[1]}, not of {width}")
+        seen = self._engine.see(positions, segments)
+        return self._predict(tokens, features, seen, true=true, rows=rows, contrast=contrast)
 
     @torch.inference_mode()
     def step(

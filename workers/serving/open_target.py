@@ -55,7 +55,12 @@ def open_target_worker(
         () if profile is None else known_readings(settings, profile),
         beside=beside,
     )
-    _warn(settings, name)
+    if settings.weights == "int8-per-tensor":
+        print(
+            f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes "
+            "a token depend on the other rows",
+            file=sys.stderr,
+        )
     for gpu in () if spread is None else spread.gpus:
         limit_memory(gpu, memory.vram_bytes)
     if shards:
@@ -66,20 +71,7 @@ def open_target_worker(
                 "target.prefill"
             )
         begin_shards(shards)
-    model = _load(settings, device, spread, profile)
-    tell_proof(model.proved, name)
-    tell_shards(model, name)
-    if spread is not None:
-        for place in {place.torch_device for place in spread.gpus}:
-            tell_products(place, name)
-    identity = _identity(settings, name, threads, device, spread, model, profile)
-    return TargetWorker(model, identity)
-
-
-def _load(
-    settings: TargetSettings, device: Device, spread: Spread | None, profile: Path | None
-) -> LanguageModel:
-    return load_language_model(
+    model = load_language_model(
         settings.model,
         weights=settings.weights,
         device=str(device.torch_device),
@@ -91,6 +83,13 @@ def _load(
         activations=settings.activations,
         context=settings.longest,
     )
+    tell_proof(model.proved, name)
+    tell_shards(model, name)
+    if spread is not None:
+        for place in {place.torch_device for place in spread.gpus}:
+            tell_products(place, name)
+    identity = _identity(settings, name, threads, device, spread, model, profile)
+    return TargetWorker(model, identity)
 
 
 def _identity(
@@ -150,16 +149,6 @@ def _told_library(settings: TargetSettings, name: str, device: Device, model: La
     why = f"because {model.choice}"
     print(f"{name}: torch's own operations compute this model, {why}", file=sys.stderr)
     return f"by torch's own operations, {why}"[:MOST_WORDS]
-
-
-def _warn(settings: TargetSettings, name: str) -> None:
-    """Warn on stderr if these settings are not lossless."""
-    if settings.weights == "int8-per-tensor":
-        print(
-            f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes "
-            "a token depend on the other rows",
-            file=sys.stderr,
-        )
 
 
 def _fingerprint(

@@ -20,7 +20,7 @@ from dovetail.workers.sessions.prefill import Prefill, Reading
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread
 from dovetail.workers.sessions.room import base_rows
-from dovetail.workers.sessions.rounds import find_session
+from dovetail.workers.sessions.rounds import check_chunk, find_session
 from dovetail.workers.sessions.session import TargetSession
 from dovetail.workers.speculation.history import looks_back
 from dovetail.workers.speculation.noise import NoiseCache
@@ -55,7 +55,7 @@ class Opener:
         self._prefill = Prefill(model, spans, reads_from=reads_from)
         self._sessions: dict[int, TargetSession] = {}
         self._begun: dict[int, Begun] = {}  # by session: logs that are not completely prefilled yet
-        self._kept: KeptSessions[Left] = KeptSessions(kept_tokens, base_rows(model.new_cache(0)))
+        self.kept: KeptSessions[Left] = KeptSessions(kept_tokens, base_rows(model.new_cache(0)))
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Returns the additional slots of a session's cache, for a draft that shares it."""
         HELD.add(self)
@@ -66,12 +66,12 @@ class Opener:
 
     def __contains__(self, session: int) -> bool:
         """Return whether a session is open or kept: its number is taken."""
-        return session in self._sessions or session in self._kept or session in self._begun
+        return session in self._sessions or session in self.kept or session in self._begun
 
     def let_go(self) -> None:
         """Free the rows of ended sessions; sessions that would have reused them start from
         scratch."""
-        self._kept.clear()
+        self.kept.clear()
 
     def let_graphs_go(self) -> bool:
         """Return False: graphs are held by the arenas of caches."""
@@ -94,7 +94,7 @@ class Opener:
         own = order.capacity + order.tree.most_nodes
         rows = own + self.rows_beside(order.sampling, order.tree)
         self._admission.check_memory(rows, [*self._sessions.values(), *self._opening])
-        kept = self._kept.base(order, self._open_base(order.base))
+        kept = self.kept.base(order, self._open_base(order.base))
         session = self._begin(order, self._open_cache(rows, kept, order.kept), own)
         reading = self._prefill.begin(order, session.cache)
         yield from self._read(order.session, Begun(session, reading, order.round), order.read)
@@ -195,15 +195,7 @@ class Opener:
             raise RequestError(
                 "session", f"session {item.session} is not being read here; open it first"
             )
-        done = begun.reading.done
-        if item.start < done:
-            raise StaleError(f"session {item.session}: rows from {item.start} on have been read")
-        if item.start > done:
-            raise RequestError(
-                "prefix",
-                f"session {item.session}: rows from {item.start} on were asked for, but {done} "
-                "have been read; open the session again",
-            )
+        check_chunk(item, begun.reading.done)
 
     def _open_base(self, number: int | None) -> Left | None:
         """Return the log and the rows of a session that is open, or being opened."""

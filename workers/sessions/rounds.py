@@ -3,12 +3,13 @@
 A command carries its round and the committed length that it assumes. Rounds are consecutive per
 worker, except for those without this worker, whose tokens are sent along. So a command is the next
 one, or stale (late or sent twice: dropped and counted), or wrong (answered with Failed). Only the
-next one changes anything. Knows neither messages nor models."""
+next one changes anything. Knows no models."""
 
 from collections.abc import Mapping
 from typing import TypeVar
 
 from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.messages import ReadItem
 
 SessionT = TypeVar("SessionT")
 
@@ -33,6 +34,19 @@ def check_round(
             "prefix",
             f"session {session}: round {round} assumes {prefix} tokens, but the log here has "
             f"{length}; open the session again",
+        )
+
+
+def check_chunk(item: ReadItem, done: int) -> None:
+    """Raise `StaleError` or `RequestError` unless a chunk of a log begins where the `done` rows
+    that have been read end."""
+    if item.start < done:
+        raise StaleError(f"session {item.session}: rows from {item.start} on have been read")
+    if item.start > done:
+        raise RequestError(
+            "prefix",
+            f"session {item.session}: rows from {item.start} on were asked for, but {done} "
+            "have been read; open the session again",
         )
 
 
