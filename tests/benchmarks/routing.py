@@ -19,8 +19,8 @@ from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.protocol.calibration import ContextCurve, ExpertCosts
 from dovetail.runtime.costs.passes import RowCosts
 from dovetail.workers import kernels
-from dovetail.workers.calibration.experts import expert_seconds
 from dovetail.workers.calibration.passes import Passes
+from dovetail.workers.calibration.target import expert_seconds
 from dovetail.workers.models.loading import random_language_model
 
 SMALL = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_attention_heads": 8}

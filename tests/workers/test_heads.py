@@ -18,11 +18,11 @@ from torch.nn.functional import gelu, silu
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
+from dovetail.workers.heads.checkpoint import frequencies
 from dovetail.workers.heads.config import HeadConfig, MisfitError, read_config
 from dovetail.workers.heads.dovetail import DovetailConfig
 from dovetail.workers.heads.eagle3 import Eagle3Config
 from dovetail.workers.heads.head import Head, Predicted, classify, open_head
-from dovetail.workers.heads.rope import frequencies
 from dovetail.workers.models.segment import Paths, Segment
 from support.heads import VARIANTS, Variant, head_config, head_tensors, write_files, write_head
 from support.models import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2

@@ -17,15 +17,16 @@ from dovetail.workers.speculation.growth import NO_ROW, GrowingTree
 from dovetail.workers.speculation.heterospec import Heterospec
 from dovetail.workers.speculation.policies import (
     DECAY,
+    EAGLE_1,
     NO_DECAY,
     Beam,
     BestFirst,
     Static,
+    fixed_shape,
     open_policy,
 )
 from dovetail.workers.speculation.policy import Dynamic, Policy
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.shapes import EAGLE_1, fixed_shape
 from support.growing import VOCABULARY, Children, Path, Table, expand, grow, path_of, proposal
 
 Offered = list[tuple[Path, np.float32]]

@@ -21,7 +21,7 @@ from dovetail.protocol.settings import Sampling
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.speculation.growth import GrowingTree
 from dovetail.workers.speculation.noise import gumbel_noise_of
-from dovetail.workers.speculation.policies import Static
+from dovetail.workers.speculation.policies import Path, Static
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.rejection import (
     CANDIDATES,
@@ -33,7 +33,6 @@ from dovetail.workers.speculation.rejection import (
     stream,
 )
 from dovetail.workers.speculation.sampling import process_logits
-from dovetail.workers.speculation.shapes import Path
 from support.cases import everyday
 
 Distribution = NDArray[np.float64]

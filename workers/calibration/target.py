@@ -9,10 +9,12 @@ the peak of the instructions in use. Works on a checkpoint, or on a config.json 
 weights, and on fewer layers if memory does not hold all of them: times are then scaled by
 weights."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,12 +26,13 @@ from dovetail.protocol.calibration import (
     ExpertCosts,
     ReadingCosts,
     RowsSeconds,
+    weighted_median,
 )
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.experts import Routing
 from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.calibration.experts import measure_experts
 from dovetail.workers.calibration.limits import (
     PROBE_S,
     Subject,
@@ -45,11 +48,15 @@ from dovetail.workers.calibration.passes import (
     SHORT_LADDER,
     Passes,
 )
-from dovetail.workers.calibration.reading import measure_reading
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.linear import profile_key
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.sizes import Matrices, sizes_of
+from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.gguf.view import FILE, weight_paths
+from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model, random_language_model
+from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.progress import LoadingTold, hearing_loads
 from dovetail.workers.serving.design import Design, calibration_key, read_design
 from dovetail.workers.serving.sharded import settle_target
@@ -309,3 +316,105 @@ def _told_by(say: Say) -> LoadingTold:
 
 def _say_share(say: Say, doing: str, begun: float, share: float, done: float) -> None:
     say(doing, begun + share * done)
+
+
+ROWS = (4, 8, 16)
+LEAST_PAIRS, MOST_PAIRS = 8, 64
+
+
+def measure_experts(subject: Subject, passes: Passes, seconds: float) -> ExpertCosts | None:
+    """Return how many experts the passes of the last curve used, and the cost of each further one,
+    measured in about `seconds` seconds; None if the model counts no experts."""
+    if (routing := subject.model.routing) is None:
+        return None
+    layers = subject.whole.layers / subject.measured.layers
+    return ExpertCosts(
+        routing=Routing(row=round(layers * routing.row), most=round(layers * routing.most)),
+        expert_s=expert_seconds(passes, seconds),
+        passes=tuple((rows, round(layers * found)) for rows, found in passes.experts.items()),
+    )
+
+
+def expert_seconds(passes: Passes, seconds: float) -> float:
+    """Return the seconds of each further expert: the weighted median of the slopes of pairs of
+    passes, one whose rows are the same token, and one whose rows differ and use more experts; 0 if
+    both use as many."""
+    pairs: list[tuple[float, int]] = []
+    ends = time.perf_counter() + seconds
+    while len(pairs) < MOST_PAIRS and (time.perf_counter() < ends or len(pairs) < LEAST_PAIRS):
+        rows = ROWS[len(pairs) % len(ROWS)]
+        (differing_s, more), (alike_s, fewer) = passes.counted(rows), passes.counted(rows, 1)
+        pairs.append((differing_s - alike_s, more - fewer))
+    slopes = [(more_s / apart, float(apart)) for more_s, apart in pairs if apart > 0]
+    return max(0.0, weighted_median(slopes)) if slopes else 0.0
+
+
+LADDER = (16, 64, 256, 1024, 4096)
+"""Rows of the measured prompts, as far as the model has positions and time permits."""
+TIMES = 3
+SHARE_OF_TIME = 0.2
+"""The largest share of all seconds for one prompt: if it is expected to take longer, it and longer
+ones are not measured."""
+
+
+def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -> ReadingCosts:
+    """Measure a target's `ReadingCosts` with the device of `target.prefill` in about `seconds` of
+    passes. The median of three, after a warm-up."""
+    device = open_device(settings.prefill, threads)
+
+    def stage(config: Mapping[str, Any], weights: str, _: Matrices) -> Staging:
+        return Staging((Place.CPU,) * sizes_of(config, weights).layers, reader=device.transfer())
+
+    model = load_language_model(
+        settings.model,
+        weights=settings.weights,
+        device="cpu",
+        backend=settings.backend,
+        stage=stage,
+        cache=settings.cache,
+        context=settings.longest,
+    )
+    local: dict[int, float] = {}
+    streamed: dict[int, float] = {}
+    for rows in (rows for rows in LADDER if rows <= model.context):
+        for times, read in ((streamed, _read_apart), (local, _read_locally)):
+            times[rows] = _seconds(model, rows, read)
+        if 4 * TIMES * (streamed[rows] + local[rows]) > SHARE_OF_TIME * seconds:
+            break
+    return ReadingCosts(device=device.name, local=_curve(local), streamed=_curve(streamed))
+
+
+def _curve(seconds: dict[int, float]) -> RowsSeconds:
+    return RowsSeconds(rows=tuple(seconds), seconds=tuple(seconds.values()))
+
+
+def _seconds(
+    model: LanguageModel, rows: int, read: Callable[[LanguageModel, torch.Tensor], None]
+) -> float:
+    tokens = torch.arange(rows) % model.vocabulary_size
+    read(model, tokens)
+    taken = []
+    for _ in range(TIMES):
+        start = time.perf_counter()
+        read(model, tokens)
+        taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+def _read_apart(model: LanguageModel, tokens: torch.Tensor) -> None:
+    rows = len(tokens)
+    model.read_apart(
+        tokens, Segment(model.new_cache(rows), 0, rows), wanted=(), rows=torch.tensor([rows - 1])
+    )
+
+
+def _read_locally(model: LanguageModel, tokens: torch.Tensor) -> None:
+    """Prefill a prompt as a target without a separate prefill device does."""
+    cache = model.new_cache(len(tokens))
+    for start in range(0, len(tokens), PROMPT_ROWS):
+        part = tokens[start : start + PROMPT_ROWS]
+        positions = torch.arange(start, start + len(part))
+        model.forward(
+            part, positions, [Segment(cache, start, len(part))], rows=torch.tensor([len(part) - 1])
+        )
+        cache.keep(range(start, start + len(part)), len(part))

@@ -32,8 +32,7 @@ from dovetail.workers.kernels import (
     fresh_memory,
     library,
 )
-from dovetail.workers.kernels.fitting import check_mlp
-from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, RouterPlan
+from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, RouterPlan, check_mlp
 
 MatrixT = TypeVar("MatrixT", bound=PackedMatrix)
 
