@@ -202,7 +202,7 @@ class Blocks(Lookup):
         super().__init__()
         self.length = length
 
-    def open(self, order: Open) -> Any:
+    def open(self, order: Open, base: None = None) -> Any:
         return Block([*order.prompt])
 
     def draft(self, session: Any, accepted: Any, bonus: int, *_: Any, **more: Any) -> Proposal:

@@ -36,8 +36,8 @@ from dovetail.workers.speculation.policy import Dynamic, Policy, root_pass, wort
 from dovetail.workers.speculation.proposal import Shape
 
 Path = tuple[int, ...]
-"""A node of a fixed shape as ranks: (0, 2) is the third child of the first child of the root. A shape
-is listed parents first and siblings in rank order, so that every prefix of the list is a shape."""
+"""A node of a fixed shape as ranks: (0, 2) is the third child of the first child of the root. A
+shape is listed parents first and siblings in rank order, so that every prefix of it is a shape."""
 
 EAGLE_1: tuple[Path, ...] = (
     *((0,), (1,), (2,), (3,)),
