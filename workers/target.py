@@ -43,8 +43,7 @@ from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.spans import Span, Spans
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.serving.failures import as_request_error, failed
-from dovetail.workers.sessions.admission import FEW_SESSIONS, MAX_SESSIONS
-from dovetail.workers.sessions.opener import ReadingStep
+from dovetail.workers.sessions.opener import FEW_SESSIONS, MAX_SESSIONS, ReadingStep
 from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread, Verdict
 from dovetail.workers.sessions.wire import to_array, to_tensor

@@ -13,13 +13,12 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices.memory import HELD, without_spare
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache
-from dovetail.workers.sessions.admission import Admission
 from dovetail.workers.sessions.choosing import Asked, outcome_of
 from dovetail.workers.sessions.features import HeldFeatures
 from dovetail.workers.sessions.prefill import Prefill, Reading
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread
-from dovetail.workers.sessions.room import base_rows
+from dovetail.workers.sessions.room import base_rows, check_rows, host_row_bytes
 from dovetail.workers.sessions.rounds import check_chunk, find_session
 from dovetail.workers.sessions.session import TargetSession
 from dovetail.workers.speculation.history import looks_back
@@ -27,6 +26,10 @@ from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.speculation.sampling import LookingBack
 
+MAX_SESSIONS = 1024
+"""The most sessions of a target; memory is the real bound. A pass has trees of at most 64."""
+FEW_SESSIONS = 64
+"""The most sessions of a target over several devices, if it is not known how many fit."""
 ReadingStep = Part | ScoredPart | Unread | First
 
 
@@ -51,11 +54,11 @@ class Opener:
         rows of a prompt for the model's prefill device, if it has one."""
         self._model = model
         self._spans = spans
-        self._admission = Admission(model)
+        self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model.new_cache(0))
         self._prefill = Prefill(model, spans, reads_from=reads_from)
         self._sessions: dict[int, TargetSession] = {}
         self._begun: dict[int, Begun] = {}  # by session: logs that are not completely prefilled yet
-        self.kept: KeptSessions[Left] = KeptSessions(kept_tokens, base_rows(model.new_cache(0)))
+        self.kept: KeptSessions[Left] = KeptSessions(kept_tokens, self._base_rows)
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Returns the additional slots of a session's cache, for a draft that shares it."""
         HELD.add(self)
@@ -90,10 +93,14 @@ class Opener:
         """Prefill the prompt of a new session, or its first `order.read` rows. Yield the requested
         features or scores as they are computed, then the first token of the reply, or Unread if
         rows are left."""
-        self._admission.check(order, len(self))
+        self._check(order)
         own = order.capacity + order.tree.most_nodes
         rows = own + self.rows_beside(order.sampling, order.tree)
-        self._admission.check_memory(rows, [*self._sessions.values(), *self._opening])
+        promised = sum(
+            max(0, session.own - session.cache.length)
+            for session in (*self._sessions.values(), *self._opening)
+        )  # what open sessions may still take
+        check_rows(rows + self._base_rows, promised, self._row_bytes)
         kept = self.kept.base(order, self._open_base(order.base))
         session = self._begin(order, self._open_cache(rows, kept, order.kept), own)
         reading = self._prefill.begin(order, session.cache)
@@ -170,7 +177,7 @@ class Opener:
         separate cache; `rows`: only this many rows now. Once all are computed, verdicts come with
         features."""
         session = find_session(self._sessions, number)
-        self._admission.check_reads(reads)
+        self._check_reads(reads)
         if prefix > len(session.log):
             raise RequestError(
                 "prefix",
@@ -196,6 +203,56 @@ class Opener:
                 "session", f"session {item.session} is not being read here; open it first"
             )
         check_chunk(item, begun.reading.done)
+
+    def _check(self, order: Open) -> None:
+        """Raise `RequestError` for a session that this target cannot serve."""
+        prompt, tokens, capacity = order.prompt, len(order.prompt), order.capacity
+        context, size = self._model.context, self._model.vocabulary_size
+        if tokens >= context:
+            raise RequestError(
+                "prompt_too_long",
+                f"the prompt has {tokens} tokens; the model's context of {context} has room for "
+                f"at most {context - 1}",
+            )
+        if not tokens < capacity <= context:
+            raise RequestError(
+                "capacity",
+                f"a capacity of {capacity} tokens does not lie between the prompt's {tokens} and "
+                f"the context's {context}",
+            )
+        if len(self) >= MAX_SESSIONS:
+            raise RequestError(
+                "capacity",
+                f"{MAX_SESSIONS} sessions are open, the most that this worker holds; close one",
+            )
+        biased = max((token for token, _ in order.sampling.logit_bias), default=0)
+        for what, token in (("the prompt has", max(prompt)), ("logit_bias names", biased)):
+            if token >= size:
+                text = f"{what} token {token}, beyond the vocabulary of {size}"
+                raise RequestError("vocabulary", text)
+        self._check_reads(order.features)
+        if order.scored and order.base is not None:
+            raise RequestError(
+                "protocol",
+                f"cannot score a prompt that reuses rows of session {order.base}: reused rows have "
+                "no logits",
+            )
+
+    def _check_reads(self, reads: Reads | None) -> None:
+        """Raise `RequestError` unless the features that a draft reads are this model's."""
+        own = (self._model.hidden_size, self._model.vocabulary_size, self._model.layers)
+        if reads is not None and (
+            (reads.width, reads.vocabulary_size) != own[:2] or max(reads.taps, default=0) >= own[2]
+        ):
+            text = (
+                f"width {reads.width}, vocabulary {reads.vocabulary_size} and layers "
+                f"{reads.taps}, where this model has width {own[0]}, vocabulary {own[1]}"
+            )
+            raise RequestError(
+                "settings",
+                f"features of {text} and {own[2]} layers were asked for: use a draft that was "
+                "made for this target",
+            )
 
     def _open_base(self, number: int | None) -> Left | None:
         """Return the log and the rows of a session that is open, or being opened."""
