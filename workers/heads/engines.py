@@ -54,9 +54,8 @@ class Rotation:
 
 @dataclass(frozen=True)
 class HeadLayer:
-    """A decoder layer, and its two halves."""
+    """A decoder layer as its two halves."""
 
-    whole: Run
     attend: Run
     behind: Callable[[Tensor], None] | None
     """The MLP over states [R, H], in place; None: there is none."""
@@ -66,11 +65,8 @@ class HeadLayer:
     ) -> Tensor:
         """Return the states [R, H] after the layer for the selected `rows` of states [T, H] (None:
         all), which are overwritten. `given`: what attention reads instead of the states."""
-        if rows is None:
-            self.whole(seen, states, given)
-            return states
         self.attend(seen, states, given)
-        states = states[rows]
+        states = states if rows is None else states[rows]
         if self.behind is not None and len(states):
             self.behind(states)
         return states
@@ -128,18 +124,16 @@ def _plan(
 def _halves(
     plan: LayerPlan, run_of: Callable[[LayerPlan], Run], some: Callable[[int], Any]
 ) -> HeadLayer:
-    """Return a layer and its halves, each of which can run alone. `some`: makes the rows of the
-    MLP's half, which needs no cache."""
+    """Return the halves of a layer. `some`: makes the rows of the MLP's, which needs no cache."""
     if plan.gate_up is None:
-        whole = run_of(plan)
-        return HeadLayer(whole, whole, None)
+        return HeadLayer(run_of(plan), None)
     attend = replace(plan, gate_up=None, down=None, mlp_norm=None)
     behind = run_of(replace(plan, qkv=None, output=None, attention_norm=None, given=0))
 
     def mlp(states: Tensor) -> None:
         behind(some(len(states)), states, None)
 
-    return HeadLayer(run_of(plan), run_of(attend), mlp)
+    return HeadLayer(run_of(attend), mlp)
 
 
 class HeadKernels(KernelEngine):

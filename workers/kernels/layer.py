@@ -15,7 +15,6 @@ Tensors are contiguous and on the CPU; whatever a structure points to is kept al
 
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -301,9 +300,6 @@ class DecoderLayer:
             self.struct.latent = addressof(self._latent)
         self._functions = _functions()
         self._reference = byref(self.struct)
-        self._rest: DecoderLayer | None = None
-        if plan.given and plan.gate_up is not None:
-            self._rest = DecoderLayer(replace(plan, qkv=None, output=None, given=0))
 
     def use_rotary(self, rotary: Rotary) -> None:
         """Use a rotary table with more positions from now on."""
@@ -313,22 +309,15 @@ class DecoderLayer:
     def run(self, rows: LayerPass, hidden: Tensor, given: Tensor | None = None) -> None:
         """Run the rows' hidden states, float32 [rows, hidden], through this layer in place. `given`
         [rows, plan.given]: what attention reads instead of the states."""
-        if self.plan.given:
-            assert given is not None
-            self._add_attention(rows, hidden, given)
-            if self._rest is not None:
-                self._rest.run(rows, hidden)
+        if given is not None:  # attention alone, part by part
+            assert self.plan.qkv is not None
+            assert self.plan.output is not None
+            qkv = self.plan.qkv.linear(given)
+            self.place(rows, qkv)
+            hidden += self.plan.output.linear(self.attend(rows, qkv))
             return
         rows.struct.hidden = _address(hidden, (rows.rows, self.struct.hidden))
         self._functions.dt_layer(self._reference, rows.reference)
-
-    def _add_attention(self, rows: LayerPass, hidden: Tensor, given: Tensor) -> None:
-        """Add attention over `given` to the states, part by part."""
-        assert self.plan.qkv is not None
-        assert self.plan.output is not None
-        qkv = self.plan.qkv.linear(given)
-        self.place(rows, qkv)
-        hidden += self.plan.output.linear(self.attend(rows, qkv))
 
     def run_next(self, rows: LayerPass) -> None:
         """Run on the hidden states of the layer that last ran on these rows."""

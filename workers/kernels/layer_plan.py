@@ -249,8 +249,8 @@ class LayerPlan:
     own."""
     own_input: InputPlan | None = None
     given: int = 0
-    """The width of attention's own input, for heads that also read embeddings; 0: it reads the
-    states."""
+    """The width of attention's own input, for heads that also read embeddings, in a layer without
+    an MLP; 0: it reads the states."""
     cached_before: int | None = None
     """Numbers of a row's keys in the layers before this one in a cache; None: those of `index`
     layers like this one."""
@@ -393,7 +393,8 @@ def _check_mixers(plan: LayerPlan, qkv: PackedMatrix, output: PackedMatrix) -> N
         given, taken = plan.latent.widths(plan.heads, rotated)
         if (plan.kv_heads, plan.head_dim) != (1, plan.latent.rank + rotated):
             raise ValueError(f"latents in {plan.kv_heads} rows of {plan.head_dim}")
-    if plan.given and (plan.attention_norm is not None or plan.parallel or plan.beside is not None):
+    others = (plan.attention_norm, plan.parallel or None, plan.beside, plan.gate_up)
+    if plan.given and any(other is not None for other in others):
         raise ValueError("attention has its own input, but a norm, an MLP or a mixer reads it")
     check_matrix("qkv", qkv, given, plan.given or hidden)
     check_matrix("output", output, hidden, taken)
