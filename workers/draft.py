@@ -209,11 +209,8 @@ class DraftWorker(Generic[SessionT]):
         if number in self._held or number in self.kept:
             raise StaleError(f"session {number} has been opened already")
         if len(self._held) >= MAX_OPEN:
-            raise RequestError(
-                "capacity",
-                f"this draft worker already has {MAX_OPEN} sessions; wait for one to end or "
-                "start another worker",
-            )
+            text = f"{MAX_OPEN} sessions are open, the most that this worker holds; close one"
+            raise RequestError("capacity", text)
         self.engine.check_tokens(command.prompt)
         session = self.engine.open(command, self.kept.base(command, self._open_base(command.base)))
         if not session.readable:
@@ -363,11 +360,8 @@ class DraftWorker(Generic[SessionT]):
             left_out=left_out,
         )
         if not held.proposed.is_path(command.accepted):
-            raise RequestError(
-                "prefix",
-                f"session {command.session}: nodes {command.accepted} are not a path of the "
-                f"proposal of round {held.round}",
-            )
+            text = f"nodes {command.accepted} are not a path of the proposal of round {held.round}"
+            raise RequestError("prefix", f"session {command.session}: {text}")
         self.engine.check_tokens([command.bonus, *command.more])
         self.engine.check_features(held.session, committed, command.features)
 

@@ -230,9 +230,6 @@ def _lent(verifying: TargetWorker, number: int) -> Lent:
     try:
         log, cache, first = verifying.verifier.lend(number)
     except RequestError as error:
-        raise RequestError(
-            "session",
-            f"the target in this process does not have session {number} ({error}), which the "
-            "draft needs",
-        ) from None
+        text = f"the target in this process does not have session {number} ({error})"
+        raise RequestError("session", f"{text}, which the draft needs") from None
     return Lent(log, shared_cache(cache), first)

@@ -91,18 +91,13 @@ class Verifier(Opener):
             length=len(session.log),
             prefix=item.prefix,
         )
-        if len(item.tokens) > session.tree.most_nodes:
-            raise RequestError(
-                "capacity",
-                f"session {item.session}: a tree of {len(item.tokens)} nodes, but it was opened "
-                f"for at most {session.tree.most_nodes}",
-            )
-        if len(session.log) > session.capacity:
-            raise RequestError(
-                "capacity",
-                f"session {item.session}: {len(session.log)} tokens, but it was opened for at "
-                f"most {session.capacity}",
-            )
+        for found, most, what in (
+            (len(item.tokens), session.tree.most_nodes, "nodes of a tree"),
+            (len(session.log), session.capacity, "tokens"),
+        ):
+            if found > most:
+                text = f"session {item.session}: {found} {what}, but it was opened for {most}"
+                raise RequestError("capacity", text)
         try:
             item.tree.check(self._model.vocabulary_size)
             if session.sampling.rejects and len(item.tokens):

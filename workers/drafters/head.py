@@ -121,11 +121,9 @@ class HeadDrafter(Grower[HeadSession]):
         """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the target's
         vocabulary."""
         if (largest := max(tokens)) >= self.reads.vocabulary_size:
-            raise RequestError(
-                "vocabulary",
-                f"token {largest} is beyond the vocabulary of {self.reads.vocabulary_size} of "
-                "this head's target",
-            )
+            size = self.reads.vocabulary_size
+            text = f"token {largest} is beyond the vocabulary of {size} of this head's target"
+            raise RequestError("vocabulary", text)
 
     def open(self, order: Open, base: HeadLeft | None = None) -> HeadSession:
         """Open a session, whose prompt is read with its features. `base`: the rows of a session
@@ -187,11 +185,8 @@ class HeadDrafter(Grower[HeadSession]):
             self._check_rows(features)
         needed = len(session.log) + committed
         if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
-            raise RequestError(
-                "prefix",
-                f"features of {there} positions have arrived, but this round needs {needed}; "
-                "open the session again",
-            )
+            text = f"features of {there} positions have arrived, but this round needs {needed}"
+            raise RequestError("prefix", f"{text}; open the session again")
 
     @torch.inference_mode()
     def feed(self, session: HeadSession, start: int, features: Array) -> None:
@@ -201,17 +196,11 @@ class HeadDrafter(Grower[HeadSession]):
         if start + features.shape[0] <= session.fed:
             raise StaleError(f"features from position {start} on were received before")
         if start != session.fed:
-            raise RequestError(
-                "prefix",
-                f"features from position {start} on came after {session.fed} positions; open the "
-                "session again",
-            )
-        if session.fed + features.shape[0] > len(session.log):
-            raise RequestError(
-                "prefix",
-                f"features of {session.fed + features.shape[0]} positions were received for a log "
-                f"of {len(session.log)} tokens",
-            )
+            text = f"features from position {start} on came after {session.fed} positions"
+            raise RequestError("prefix", f"{text}; open the session again")
+        if (fed := session.fed + features.shape[0]) > (tokens := len(session.log)):
+            text = f"features of {fed} positions were received for a log of {tokens} tokens"
+            raise RequestError("prefix", text)
         with self._spans.measure("feed"):
             self.take_features(session, features)
             read_alone(self._read_true(session, predicted=False, contrast=False), self.compute)
@@ -224,12 +213,9 @@ class HeadDrafter(Grower[HeadSession]):
     def _check_rows(self, features: Array) -> None:
         reads = self.reads
         if (features.dtype, features.shape[1:]) != (reads.dtype, (reads.row,)):
-            expected = f"{reads.dtype} in rows of {reads.row}"
-            raise RequestError(
-                "protocol",
-                f"received features of type {features.dtype} and shape {list(features.shape)}, "
-                f"but this head reads {expected}",
-            )
+            found = f"features of type {features.dtype} and shape {list(features.shape)}"
+            text = f"received {found}, but this head reads {reads.dtype} in rows of {reads.row}"
+            raise RequestError("protocol", text)
 
     def _move_root(
         self, session: HeadSession, path: Sequence[int], root: int | None, width: int

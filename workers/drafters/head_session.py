@@ -130,11 +130,8 @@ class HeadLeft(Left):
                 f"continues with {prompt[kept]}; take one fewer",
             )
         if self.dropped and kept - self.dropped < self.window // LEAST_WINDOW_SHARE:
-            raise RequestError(
-                "prefix",
-                f"cannot reuse {kept} tokens of a session whose first {self.dropped} rows were "
-                "dropped; open it without",
-            )
+            whose = f"a session whose first {self.dropped} rows were dropped"
+            raise RequestError("prefix", f"cannot reuse {kept} tokens of {whose}; open it without")
 
     def branch(self, kept: int) -> Self:
         return super().branch(kept - self.dropped)

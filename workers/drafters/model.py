@@ -93,11 +93,10 @@ class Drafter(Grower[DraftSession]):
         """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the model's
         vocabulary."""
         if (largest := max(tokens)) >= self.model.vocabulary_size:
-            raise RequestError(
-                "vocabulary",
-                f"token {largest} is beyond the draft's vocabulary of "
-                f"{self.model.vocabulary_size}; choose a draft of the same family",
+            text = (
+                f"token {largest} is beyond the draft's vocabulary of {self.model.vocabulary_size}"
             )
+            raise RequestError("vocabulary", f"{text}; choose a draft of the same family")
 
     def open(self, order: Open, base: DraftLeft | None = None) -> DraftSession:
         """Open a session and prefill its prompt, or its first `order.read` rows, if it fits into

@@ -125,11 +125,9 @@ class Lookup(Engine[LookupSession]):
         if (text := misfit(order.sampling, order.tree, "ngram")) is not None:
             raise RequestError("settings", text)
         if (largest := max(order.prompt)) >= order.vocabulary_size:
-            raise RequestError(
-                "vocabulary",
-                f"the prompt has token {largest}, beyond the target's vocabulary of "
-                f"{order.vocabulary_size}",
-            )
+            size = order.vocabulary_size
+            text = f"the prompt has token {largest}, beyond the target's vocabulary of {size}"
+            raise RequestError("vocabulary", text)
         log = list(order.prompt)
         sharpening = SHARPENING if order.tree.sharpening == "auto" else order.tree.sharpening
         history = History(order.sampling, log, order.end, order.replied)

@@ -141,11 +141,8 @@ class SharedDrafter(Drafter):
                 f"session {session.number} was reopened by its target: reopen it here, too",
             )
         if [*lent.log[: len(log)]] != log or lent.cache.length < len(log) - 1:
-            raise RequestError(
-                "prefix",
-                f"session {session.number}: its target in this process has another log of "
-                f"{len(lent.log)} tokens; open it again",
-            )
+            text = f"its target here has another log of {len(lent.log)} tokens; open it again"
+            raise RequestError("prefix", f"session {session.number}: {text}")
         session.cache, session.first = lent.cache, lent.first
         session.states = self._states(session, lent)
 

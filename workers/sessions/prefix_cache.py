@@ -112,11 +112,8 @@ class KeptSessions(Generic[LeftT]):
         left = open_session if order.shared and open_session else self._left.get(order.base or 0)
         if left is None:
             name = "no session" if order.base is None else f"session {order.base}"
-            raise RequestError(
-                "prefix",
-                f"cannot reuse {order.kept} tokens of {name}, which is not kept here; "
-                "open the session without it",
-            )
+            text = f"cannot reuse {order.kept} tokens of {name}, which is not kept here"
+            raise RequestError("prefix", f"{text}; open the session without it")
         left.check(order.prompt, order.kept)
         if order.shared:
             return left.branch(order.kept)
@@ -128,22 +125,14 @@ def check_prefix(log: Sequence[int], prompt: Sequence[int], kept: int, *, there:
     """Raise `RequestError` of code "prefix" unless `prompt` continues beyond its first `kept`
     tokens, which are those of `log`, `there` of which have rows."""
     if kept >= len(prompt):
-        raise RequestError(
-            "prefix",
-            f"cannot reuse {kept} tokens for a prompt of {len(prompt)}, whose last one has to be "
-            "computed; reuse fewer",
-        )
-    if kept > there:
-        raise RequestError(
-            "prefix",
-            f"cannot reuse {kept} tokens of a session that has rows of {there}; reuse fewer",
-        )
-    if list(prompt[:kept]) != list(log[:kept]):
-        raise RequestError(
-            "prefix",
-            f"cannot reuse {kept} tokens of a session that begins differently from the prompt; "
-            "reuse fewer",
-        )
+        why = f"for a prompt of {len(prompt)}, whose last one has to be computed"
+    elif kept > there:
+        why = f"of a session that has rows of {there}"
+    elif list(prompt[:kept]) != list(log[:kept]):
+        why = "of a session that begins differently from the prompt"
+    else:
+        return
+    raise RequestError("prefix", f"cannot reuse {kept} tokens {why}; reuse fewer")
 
 
 def room_tokens(free_bytes: int, row_bytes: int) -> int:

@@ -24,17 +24,12 @@ def check_round(
     if round <= last:
         raise StaleError(f"session {session}: round {round} came after round {last} was done")
     if round > last + 1 + left_out:
-        raise RequestError(
-            "prefix",
-            f"session {session}: got round {round} after round {last}; rounds are consecutive, "
-            "open the session again",
-        )
-    if prefix != length:
-        raise RequestError(
-            "prefix",
-            f"session {session}: round {round} assumes {prefix} tokens, but the log here has "
-            f"{length}; open the session again",
-        )
+        text = f"got round {round} after round {last}; rounds are consecutive"
+    elif prefix != length:
+        text = f"round {round} assumes {prefix} tokens, but the log here has {length}"
+    else:
+        return
+    raise RequestError("prefix", f"session {session}: {text}; open the session again")
 
 
 def check_chunk(item: ReadItem, done: int) -> None:
@@ -43,11 +38,8 @@ def check_chunk(item: ReadItem, done: int) -> None:
     if item.start < done:
         raise StaleError(f"session {item.session}: rows from {item.start} on have been read")
     if item.start > done:
-        raise RequestError(
-            "prefix",
-            f"session {item.session}: rows from {item.start} on were asked for, but {done} "
-            "have been read; open the session again",
-        )
+        text = f"rows from {item.start} on were asked for, but {done} have been read"
+        raise RequestError("prefix", f"session {item.session}: {text}; open the session again")
 
 
 def find_session(sessions: Mapping[int, SessionT], session: int) -> SessionT:

@@ -37,11 +37,8 @@ class Heterospec:
     def __init__(self, settings: TreeSettings) -> None:
         """`settings.thresholds` are numbers; none: one bin, in which nothing is adapted."""
         if isinstance(settings.thresholds, str) and settings.thresholds:
-            raise RequestError(
-                "settings",
-                f"tree.thresholds = {settings.thresholds!r} names a file, which workers do not "
-                "read: send the numbers in it",
-            )
+            text = f"tree.thresholds = {settings.thresholds!r} names a file: send the numbers in it"
+            raise RequestError("settings", text)
         self._settings, self._dynamic = settings, Dynamic()
         self._bounds = tuple(map(float, settings.thresholds))
         self._path = NO_PATH
