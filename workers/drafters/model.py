@@ -92,10 +92,8 @@ class Drafter(Grower[DraftSession]):
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the model's
         vocabulary."""
-        if (largest := max(tokens)) >= self.model.vocabulary_size:
-            text = (
-                f"token {largest} is beyond the draft's vocabulary of {self.model.vocabulary_size}"
-            )
+        if (largest := max(tokens)) >= (size := self.model.vocabulary_size):
+            text = f"token {largest} is beyond the draft's vocabulary of {size}"
             raise RequestError("vocabulary", f"{text}; choose a draft of the same family")
 
     def open(self, order: Open, base: DraftLeft | None = None) -> DraftSession:

@@ -178,10 +178,8 @@ class Opener:
         features."""
         session = find_session(self._sessions, number)
         self._check_reads(reads)
-        if prefix > len(session.log):
-            text = (
-                f"features of {prefix} tokens were asked for, the log here has {len(session.log)}"
-            )
+        if prefix > (tokens := len(session.log)):
+            text = f"features of {prefix} tokens were asked for, the log here has {tokens}"
             raise RequestError("prefix", f"session {number}: {text}")
         reading = self._prefill.begin_anew(session.log, reads, start, prefix)
         yield from self._read(number, Begun(session, reading, round, reads), rows)
