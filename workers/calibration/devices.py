@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from dovetail.workers import kernels
 from dovetail.workers.calibration.passes import CONTEXT, Passes
 from dovetail.workers.devices.base import Device, Transfer
 from dovetail.workers.devices.opening import open_device
+from dovetail.workers.kernels.probe import least_seconds
 from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.backends.linear import CANDIDATES, profile_key
 from dovetail.workers.models.backends.placement import Place
@@ -32,7 +34,6 @@ from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.configured import full_config
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import random_language_model
 from dovetail.workers.serving.design import design_key, read_design
 
@@ -163,43 +164,35 @@ def link_gb_s(device: Device, size: int) -> float:
     return best
 
 
+@dataclass(frozen=True)
 class _Bench:
     """Measures models of a few layers, all on one device."""
 
-    def __init__(
-        self, settings: TargetSettings, folder: Path, device: Device, seconds: float
-    ) -> None:
-        self._settings, self._folder, self._device, self._seconds = (
-            settings,
-            folder,
-            device,
-            seconds,
-        )
+    settings: TargetSettings
+    folder: Path
+    device: Device
+    seconds: float
 
     def curve(self, place: Place, layers: int) -> RowsSeconds:
-        model = self._open(place, layers)
-        rows = [count for count in ROWS if 2 * count <= model.context] or [1]
-        length = max(1, min(CONTEXT, model.context - rows[-1]) // 2)
-        passes = Passes(model, length + rows[-1])
-        passes.fill(length)
-        return passes.curve(rows, self._seconds)
-
-    def _open(self, place: Place, layers: int) -> LanguageModel:
-        there, device = place is not Place.CPU, self._device
+        there, device = place is not Place.CPU, self.device
         staging = Staging(
             (place,) * layers,
             device.transfer() if there else None,
             capture=device.capture if there else None,
         )
-        weights, backend = self._settings.weights, self._settings.backend
-        return random_language_model(
-            self._folder,
-            weights=weights,
-            backend=backend,
+        model = random_language_model(
+            self.folder,
+            weights=self.settings.weights,
+            backend=self.settings.backend,
             layers=layers,
             stage=lambda *_: staging,
-            cache=self._settings.cache,
+            cache=self.settings.cache,
         )
+        rows = [count for count in ROWS if 2 * count <= model.context] or [1]
+        length = max(1, min(CONTEXT, model.context - rows[-1]) // 2)
+        passes = Passes(model, length + rows[-1])
+        passes.fill(length)
+        return passes.curve(rows, self.seconds)
 
 
 def _parted(few: RowsSeconds, more: RowsSeconds) -> tuple[RowsSeconds, RowsSeconds]:
@@ -233,18 +226,14 @@ def probe_device(device: Device, *, side: int = PROBE_SIDE, size: int = PROBE_BY
     size = min(size, room) // MULTIPLE * MULTIPLE
     side = min(side, isqrt(room // 4))
     memory = torch.ones(size // 4, device=place)
-    read = size / _least(lambda: memory.sum().item()) / 1e9
+    read = size / least_seconds(lambda: memory.sum().item(), LINK_TIMES) / 1e9
     peaks = []
     for dtype in (torch.float32, torch.float16):
         square = torch.ones(side, side, dtype=dtype, device=place)
-        peaks.append(2 * side**3 / _least(lambda: (square @ square)[0, 0].item()) / 1e9)  # noqa: B023 - called at once
+        multiply = partial(_multiplied, square)
+        peaks.append(2 * side**3 / least_seconds(multiply, LINK_TIMES) / 1e9)
     return Probed(read, peaks[0], peaks[1], link_gb_s(device, size))
 
 
-def _least(call: Callable[[], float]) -> float:
-    def once() -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    return min(once() for _ in range(LINK_TIMES))
+def _multiplied(square: torch.Tensor) -> float:
+    return (square @ square)[0, 0].item()

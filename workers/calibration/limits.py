@@ -7,8 +7,13 @@ import torch
 
 from dovetail.protocol.calibration import MachineLimits, RowsSeconds
 from dovetail.workers import kernels
-from dovetail.workers.calibration.passes import EVERY_ROW, least_seconds
-from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s
+from dovetail.workers.calibration.passes import EVERY_ROW
+from dovetail.workers.kernels.probe import (
+    Arithmetic,
+    bandwidth_gb_s,
+    least_seconds,
+    peak_gflop_s,
+)
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.wanted import FILE_KINDS
 from dovetail.workers.serving.design import Design
@@ -68,12 +73,12 @@ def best_of(one: MachineLimits, other: MachineLimits) -> MachineLimits:
 
 def _torch_gflop_s(dtype: torch.dtype) -> float:
     a = torch.ones(TORCH_SIDE, TORCH_SIDE, dtype=dtype)
-    return 2 * TORCH_SIDE**3 / least_seconds(lambda: a @ a) / 1e9
+    return 2 * TORCH_SIDE**3 / least_seconds(lambda: a @ a, TRIES) / 1e9
 
 
 def _torch_bandwidth() -> float:
     memory = torch.ones(TORCH_BYTES // 4)
-    return TORCH_BYTES / least_seconds(memory.sum) / 1e9
+    return TORCH_BYTES / least_seconds(memory.sum, TRIES) / 1e9
 
 
 def limit_curve(subject: Subject, limits: MachineLimits) -> RowsSeconds:
@@ -90,4 +95,4 @@ def limit_curve(subject: Subject, limits: MachineLimits) -> RowsSeconds:
     return RowsSeconds(rows=EVERY_ROW, seconds=tuple(map(least.at, EVERY_ROW)))
 
 
-TORCH_SIDE, TORCH_BYTES = 1024, 128 << 20
+TORCH_SIDE, TORCH_BYTES, TRIES = 1024, 128 << 20, 8

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from dovetail.protocol.calibration import RowsSeconds
+from dovetail.workers.kernels.probe import seconds_of
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.timing import timed
 
@@ -140,14 +141,3 @@ def tree_paths(rows: int) -> list[list[int]]:
 
 
 LEAST_PASSES, MOST_PASSES = 3, 25
-
-
-def least_seconds(call: Callable[[], object]) -> float:
-    with torch.inference_mode():
-        return min(seconds_of(call) for _ in range(8))
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began

@@ -40,11 +40,13 @@ def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
     if not probe(arithmetic, 1):
         return None
     rounds = 1 << 10
-    while (once := _least(partial(probe, arithmetic, rounds), 1)) < budget_s / 20:
+    while (once := least_seconds(partial(probe, arithmetic, rounds), 1)) < budget_s / 20:
         rounds *= 2
     operations: float = probe(arithmetic, rounds)
     return (
-        operations / _least(partial(probe, arithmetic, rounds), max(3, int(budget_s / once))) / 1e9
+        operations
+        / least_seconds(partial(probe, arithmetic, rounds), max(3, int(budget_s / once)))
+        / 1e9
     )
 
 
@@ -56,14 +58,20 @@ def bandwidth_gb_s(*, budget_s: float, read_bytes: int = READ_BYTES) -> float:
     for page in range(0, read_bytes, PAGE):
         memory[page] = b"\1"
     read = _declared(library()).dt_probe_read
-    once = _least(partial(read, start, read_bytes), 1)
-    return read_bytes / _least(partial(read, start, read_bytes), max(3, int(budget_s / once))) / 1e9
+    once = least_seconds(partial(read, start, read_bytes), 1)
+    return (
+        read_bytes
+        / least_seconds(partial(read, start, read_bytes), max(3, int(budget_s / once)))
+        / 1e9
+    )
 
 
-def _least(call: Callable[[], object], tries: int) -> float:
-    seconds = []
-    for _ in range(tries):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+def least_seconds(call: Callable[[], object], tries: int) -> float:
+    """Return the seconds of the fastest of several calls."""
+    return min(seconds_of(call) for _ in range(tries))
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

@@ -5,7 +5,6 @@ Weights and moments are kept in 32 bits; steps run in bf16 if asked for. The hel
 features is fixed before the run begins and never trained on. `workers.training.folder` writes the
 finished head."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.workers.kernels.probe import least_seconds
 from dovetail.workers.training.data.features import Batch, Features
 from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
 from dovetail.workers.training.losses import Acceptance, head_loss, simulate
@@ -149,18 +149,13 @@ def faster_number(device: str) -> Literal["fp32", "bf16"]:
     head's size: not every CPU has bf16 instructions."""
     if torch.device(device).type != "cpu":
         return "bf16"
-    spent = {dtype: _time_of_product(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    return "bf16" if spent[torch.bfloat16] * WORTH_BF16 < spent[torch.float32] else "fp32"
-
-
-def _time_of_product(dtype: torch.dtype) -> float:
-    left, right = torch.ones(1024, 256, dtype=dtype), torch.ones(256, 704, dtype=dtype)
-    found = []
-    for _ in range(8):
-        begin = time.perf_counter()
-        left @ right
-        found.append(time.perf_counter() - begin)
-    return min(found)
+    left, right = torch.ones(1024, 256), torch.ones(256, 704)
+    half = left.bfloat16(), right.bfloat16()
+    narrow, wide = (
+        least_seconds(lambda: half[0] @ half[1], 8),
+        least_seconds(lambda: left @ right, 8),
+    )
+    return "bf16" if narrow * WORTH_BF16 < wide else "fp32"
 
 
 @contextmanager

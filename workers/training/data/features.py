@@ -5,7 +5,6 @@ a slice of that."""
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,18 +46,6 @@ class Batch:
         )
 
 
-class Source(Protocol):
-    """S concatenated sequences of T tokens in all, and the states of any slice of them."""
-
-    digest: str  # SHA-256 of the sequences
-    tokens: NDArray[Any]  # [T]
-    learn: NDArray[Any]  # [T]
-    offsets: NDArray[np.int64]  # [S + 1]: where each sequence begins, and where the last one ends
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return the states [stop - start, row] of tokens start..stop-1."""
-
-
 def open_features(folder: Path) -> "Features":
     """Open the features that `dovetail features` wrote into a folder."""
     store = Store(folder)
@@ -72,18 +59,20 @@ def online_features(examples: Examples, reader: TargetStates) -> "Features":
 
 class Online:
     """Computes the states of a slice: those of the sequences that it touches, each up to the
-    slice's end. A `Source`."""
+    slice's end."""
 
     def __init__(self, examples: Examples, reader: TargetStates) -> None:
-        self.digest = examples.digest()
+        self.digest = examples.digest()  # SHA-256 of the sequences
         self.tokens = np.concatenate([row.tokens for row in examples.rows])
         self.learn = np.concatenate([row.learn for row in examples.rows])
-        self.offsets = np.concatenate(
+        # [S + 1]: where each sequence begins, and where the last one ends
+        self.offsets: NDArray[np.int64] = np.concatenate(
             [[0], np.cumsum([len(row.tokens) for row in examples.rows], dtype=np.int64)]
         )
         self._reader = reader
 
     def read(self, start: int, stop: int) -> Tensor:
+        """Return the states [stop - start, row] of tokens start..stop-1."""
         first = int(np.searchsorted(self.offsets, start, "right")) - 1
         begins = [int(begin) for begin in self.offsets[first:] if begin < stop]
         ends = [*begins[1:], stop]
@@ -104,7 +93,7 @@ class Features:
     """The sequences first..last-1 of a source, with the target's hidden states."""
 
     origin: Origin  # the target and layers of the states
-    source: Source
+    source: Online | Store
     first: int
     last: int
 
