@@ -43,11 +43,8 @@ def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
     while (once := least_seconds(partial(probe, arithmetic, rounds), 1)) < budget_s / 20:
         rounds *= 2
     operations: float = probe(arithmetic, rounds)
-    return (
-        operations
-        / least_seconds(partial(probe, arithmetic, rounds), max(3, int(budget_s / once)))
-        / 1e9
-    )
+    tries = max(3, int(budget_s / once))
+    return operations / least_seconds(partial(probe, arithmetic, rounds), tries) / 1e9
 
 
 def bandwidth_gb_s(*, budget_s: float, read_bytes: int = READ_BYTES) -> float:
@@ -59,11 +56,8 @@ def bandwidth_gb_s(*, budget_s: float, read_bytes: int = READ_BYTES) -> float:
         memory[page] = b"\1"
     read = _declared(library()).dt_probe_read
     once = least_seconds(partial(read, start, read_bytes), 1)
-    return (
-        read_bytes
-        / least_seconds(partial(read, start, read_bytes), max(3, int(budget_s / once)))
-        / 1e9
-    )
+    tries = max(3, int(budget_s / once))
+    return read_bytes / least_seconds(partial(read, start, read_bytes), tries) / 1e9
 
 
 def least_seconds(call: Callable[[], object], tries: int) -> float:

@@ -8,6 +8,7 @@ finished head."""
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,10 +152,7 @@ def faster_number(device: str) -> Literal["fp32", "bf16"]:
         return "bf16"
     left, right = torch.ones(1024, 256), torch.ones(256, 704)
     half = left.bfloat16(), right.bfloat16()
-    narrow, wide = (
-        least_seconds(lambda: half[0] @ half[1], 8),
-        least_seconds(lambda: left @ right, 8),
-    )
+    narrow, wide = (least_seconds(partial(torch.mm, *both), 8) for both in (half, (left, right)))
     return "bf16" if narrow * WORTH_BF16 < wide else "fp32"
 
 
