@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dovetail.launch.commands.train import head_commands
 from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.commands.train import head_commands
 from dovetail.launch.training.run import Wish, train_head
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import Open
