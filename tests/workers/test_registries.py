@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dovetail.launch.commands.train import head_commands
 from dovetail.launch.settings.configure import configure
-from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.training.run import Wish, train_head
+from dovetail.launch.settings.models import DEMO_FOLDER
+from dovetail.launch.training.run import TrainingOptions, train_head
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.policies import POLICIES, PolicyTraits
@@ -177,7 +177,9 @@ def test_a_kind_of_head_is_trained_by_an_entry_in_the_table_of_recipes_alone(
     ids = [[0, *range(10 + n, 30 + n), 1] for n in range(40)]
     np.array(ids, dtype="<u2").tofile(tmp_path / "text.bin")
     pace: Any = {"steps": 2, "batch": 2, "length": 32, "number": "fp32"}
-    train_head(Wish(kind="sum", out=tmp_path / "head", data=(tmp_path / "text.bin",), **pace))
+    train_head(
+        TrainingOptions(kind="sum", out=tmp_path / "head", data=(tmp_path / "text.bin",), **pace)
+    )
     settings = DraftSettings(model=str(tmp_path / "head"), device="cpu")
     target = str(DEMO_FOLDER / "target")
     worker = open_draft_worker(settings, name="sum", threads=1, target=target)
