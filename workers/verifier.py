@@ -39,7 +39,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.sessions.choosing import Asked, Outcome, outcomes_of
-from dovetail.workers.sessions.features import HeldPasses, features_of, places_of, with_features
+from dovetail.workers.sessions.features import features_of, places_of, with_features
 from dovetail.workers.sessions.opener import Opener, ReadingStep
 from dovetail.workers.sessions.prefill import Reading
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
@@ -61,12 +61,16 @@ class _Pass:
     states: Mapping[int, Tensor]  # [rows, hidden] of every layer that one of the sessions reads
     starts: Sequence[int]  # the first row of each item, then of each chunk
 
-    def features(self, reads: Reads, rows: Sequence[int]) -> Tensor:
-        """Return what a draft reads of some rows, which ascend: [n, row] on the CPU."""
+    def index(self, reads: Reads, rows: Sequence[int]) -> Tensor | slice:
+        """Return some rows, which ascend, as an index of the states that a draft reads."""
         states = self.states[places_of(reads)[0]]
-        if len(rows) == len(states):
-            return features_of(reads, self.states, slice(None))
-        return features_of(reads, self.states, torch.tensor(rows, device=states.device))
+        all_rows = len(rows) == len(states)
+        return slice(None) if all_rows else torch.tensor(rows, device=states.device)
+
+    def rows(self, reads: Reads, rows: Sequence[int]) -> list[Tensor]:
+        """Return some rows [n, hidden], which ascend, of every layer that a draft reads."""
+        index = self.index(reads, rows)
+        return [self.states[place][index] for place in places_of(reads)]
 
 
 class Verifier(Opener):
@@ -77,8 +81,6 @@ class Verifier(Opener):
         self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
     ) -> None:
         super().__init__(model, spans, kept_tokens=kept_tokens, reads_from=reads_from)
-        self._held: dict[tuple[Sequence[int], str], HeldPasses] = {}
-        """(layers that are read, type) -> passes that are held."""
         self._counts, self._experts = model.routing is not None, 0
 
     def check(self, item: VerifyItem, drawn: ProposalProbabilities | None = None) -> None:
@@ -296,33 +298,34 @@ class Verifier(Opener):
             if isinstance(verdict, Verdict) and verdict.reads is not None:
                 readers.setdefault((verdict.reads, item.hold), []).append((place, verdict))
         for (reads, hold), own in readers.items():
+            held = [self._sessions[verdict.item.session].held for _, verdict in own]
             paths = [
-                (
-                    self._sessions[verdict.item.session].held,
-                    [passed.starts[place] + row for row in _path(verdict.item.accepted)],
-                )
+                [passed.starts[place] + row for row in _path(verdict.item.accepted)]
                 for place, verdict in own
             ]
+            counts, rows = [len(path) for path in paths], [row for path in paths for row in path]
             try:
                 if hold:
-                    self._held_of(reads).add(passed.states, paths)
-                    continue
-                features = passed.features(reads, [row for _, path in paths for row in path])
-                whole = with_features([verdict for _, verdict in own], paths, features)
+                    states = (part.split_with_sizes(counts) for part in passed.rows(reads, rows))
+                    parts = [*zip(*states, strict=True)]
+                    for its in held:
+                        its.settle(reads)
+                else:
+                    features = features_of(reads, passed.states, passed.index(reads, rows))
+                    bare = [verdict for _, verdict in own]
+                    whole = with_features(bare, held, features.split_with_sizes(counts), reads)
             except Exception as error:
                 for place, _ in own:
                     shown[place] = as_request_error(error)
                 continue
-            for (place, _), (held, _), verdict in zip(own, paths, whole, strict=True):
-                shown[place] = verdict
-                held.clear()  # a failure to assemble one session's features loses no others
+            # a failure to assemble one session's features loses no others
+            for number, ((place, _), its) in enumerate(zip(own, held, strict=True)):
+                if hold:
+                    its.hold(parts[number])
+                else:
+                    shown[place] = whole[number]
+                    its.clear()
         return shown
-
-    def _held_of(self, reads: Reads) -> HeldPasses:
-        read = places_of(reads), reads.dtype
-        if (passes := self._held.get(read)) is None:
-            passes = self._held[read] = HeldPasses(reads)
-        return passes
 
     def _commit(self, item: VerifyItem, verdict: Verdict) -> Verdict | RequestError:
         try:

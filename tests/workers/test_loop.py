@@ -849,9 +849,9 @@ def test_a_draft_worker_closes_its_sessions_and_holds_what_is_left(llama_folder:
     assert (worker.sessions, len(worker.kept), worker.idle()) == (0, 2, False)
     assert {one.session: one.rows for one in kept.held} == {1: len(PROMPT), 2: len(PROMPT)}
     kept.only({1})
-    assert worker.kept == 1
+    assert len(worker.kept) == 1
     kept.only(())
-    assert worker.kept == 0
+    assert len(worker.kept) == 0
 
 
 # -- growth ahead ----------------------------------------------------------------------------------

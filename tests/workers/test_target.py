@@ -28,11 +28,8 @@ from dovetail.protocol.settings import Sampling, TargetSettings, TreeSettings
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.sessions.features import (
-    MOST_WAITING_ROWS,
     PREFILL_ROWS,
     HeldFeatures,
-    HeldPasses,
-    features_of,
 )
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.target import TargetWorker
@@ -281,11 +278,11 @@ def test_rows_that_are_held_outlast_the_failure_of_another_session(
         round(number, hold=True)
     rows, taken = HeldFeatures.rows, list[HeldFeatures]()
 
-    def fails_for_the_second(self: HeldFeatures) -> Tensor:
+    def fails_for_the_second(self: HeldFeatures, reads: Reads) -> Tensor:
         taken.append(self)
         if len(taken) == 2:
             raise MemoryError("no memory for features")
-        return rows(self)
+        return rows(self, reads)
 
     monkeypatch.setattr(HeldFeatures, "rows", fails_for_the_second)
     assert [event.type for event in round(4, hold=False)] == ["failed"] * 2
@@ -378,34 +375,3 @@ def test_a_target_reports_its_states(worker: TargetWorker, folder: Path) -> None
     assert worker.hello(1).states == States(
         width=64, layers=3, checkpoint=open_checkpoint(str(folder)).digest
     )
-
-
-@pytest.mark.parametrize("rows", [4, 12], ids=["most of a pass", "little of a pass"])
-@pytest.mark.parametrize("taps", [(), (0, 2)])
-def test_held_rows_are_taken_in_their_order_however_many_passes_wait(
-    rows: int, taps: tuple[int, ...]
-) -> None:
-    """Three sessions, of which the second is forgotten and the third takes its rows now and
-    then."""
-    reads = Reads(taps=taps, width=3, dtype="float16", vocabulary_size=VOCABULARY)
-    passes = HeldPasses(reads)
-    sessions = {name: HeldFeatures() for name in ("patient", "forgotten", "taker")}
-    expected = {name: list[torch.Tensor]() for name in sessions}
-    for turn in range(3 * MOST_WAITING_ROWS // rows):
-        states = {place: torch.randn(rows, 3) for place in taps or (-1,)}
-        paths = {name: [place] for place, name in enumerate(sessions)}
-        if "taker" in paths and turn % 3 == 0:
-            paths["taker"].append(3)
-        passes.add(states, [(sessions[name], path) for name, path in paths.items()])
-        for name, path in paths.items():
-            expected[name].append(features_of(reads, states, torch.tensor(path)))
-        if turn == 20:
-            del sessions["forgotten"]
-        if turn % 50 == 49:
-            assert torch.equal(sessions["taker"].rows(), torch.cat(expected.pop("taker")))
-            sessions["taker"].clear()
-            assert len(sessions["taker"]) == 0
-            expected["taker"] = []
-    patient = torch.cat(expected["patient"])
-    assert len(sessions["patient"]) == len(patient)
-    assert torch.equal(sessions["patient"].rows(), patient)

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,8 +14,7 @@ from dovetail.workers.sessions.wire import narrowed
 
 PREFILL_ROWS = PROMPT_ROWS
 """Rows of a prefill pass, unless weights stream; also the most features in one message."""
-MOST_WAITING_ROWS = 512
-"""The most rows of held passes before each session's own are copied out of them."""
+MOST_WAITING = 64  # passes whose held rows are narrowed and joined at once
 
 
 def slices(part: Part | None) -> Iterator[Part]:
@@ -40,36 +37,36 @@ def features_of(reads: Reads, states: Mapping[int, Tensor], rows: Tensor | slice
 
 
 class HeldFeatures:
-    """Features of a session's rows, [row] each, held until they are asked for."""
+    """Features of a session's rows, held until they are asked for. They are narrowed and joined
+    many at a time: doing so in each pass would delay the next one."""
 
     def __init__(self) -> None:
         self._picked: list[Tensor] = []  # [n, row] each
-        self._waiting: list[int] = []  # further rows, which are still in `_passes`
-        self._passes: HeldPasses | None = None
+        self._waiting: list[Sequence[Tensor]] = []
+        """Rows behind these, [n, hidden] of every layer that is read; they may keep alive rows of
+        other sessions in their pass."""
         self._rows = 0
 
     def __len__(self) -> int:
         """The number of rows."""
         return self._rows
 
-    def wait(self, passes: "HeldPasses", rows: Sequence[int]) -> bool:
-        """Hold rows of passes behind the others; return whether they are the first of this
-        session's in the passes. A session always uses the same passes."""
-        first, self._passes = not self._waiting, passes
-        self._waiting += rows
-        self._rows += len(rows)
-        return first
+    def hold(self, states: Sequence[Tensor]) -> None:
+        """Hold further rows, [n, hidden] of every layer that is read."""
+        self._waiting.append(states)
+        self._rows += len(states[0])
 
-    def pick(self, features: Tensor) -> None:
-        """Copy this session's rows from the features [n, row] of all passes."""
-        if self._waiting:
-            self._picked.append(features[self._waiting])
+    def settle(self, reads: Reads, most: int = MOST_WAITING) -> None:
+        """Narrow and join the rows of at least `most` passes."""
+        if len(self._waiting) >= most:
+            parts = map(torch.cat, zip(*self._waiting, strict=True))
+            joint = dict(zip(places_of(reads), parts, strict=True))
+            self._picked.append(features_of(reads, joint, slice(None)))
             self._waiting = []
 
-    def rows(self) -> Tensor:
+    def rows(self, reads: Reads) -> Tensor:
         """Return all rows [n, row], at least one, and keep holding them."""
-        if self._passes is not None:
-            self._passes.settle()
+        self.settle(reads, 1)
         return torch.cat(self._picked)
 
     def clear(self) -> None:
@@ -77,69 +74,14 @@ class HeldFeatures:
         self._picked, self._waiting, self._rows = [], [], 0
 
 
-class HeldPasses:
-    """Passes whose features were not requested yet: copying each session's rows out of each pass
-    would delay the next pass."""
-
-    def __init__(self, reads: Reads) -> None:
-        """`reads`: what all of their sessions' drafts read, apart from the models' names."""
-        self._reads = reads
-        self._passes: list[Sequence[Tensor]] = []
-        """For each pass, the states [rows, hidden] of every layer that is read."""
-        self._rows = 0
-        self._sessions: WeakSet[HeldFeatures] = WeakSet()
-
-    def add(
-        self, states: Mapping[int, Tensor], paths: Sequence[tuple[HeldFeatures, Sequence[int]]]
-    ) -> None:
-        """Add a pass that computed `states` [rows, hidden], of which each session holds some rows.
-        If this raises, no row of the pass is held."""
-        if self._rows >= MOST_WAITING_ROWS:
-            self.settle()
-        computed = [states[place] for place in places_of(self._reads)]
-        wanted, count = [row for _, path in paths for row in path], len(computed[0])
-        if 2 * len(wanted) < count:  # the others would be kept alive
-            index = torch.tensor(wanted, device=computed[0].device)
-            computed, count = [own[index] for own in computed], len(wanted)
-            ends = list(accumulate(len(path) for _, path in paths))
-            paths = [
-                (held, range(end - len(path), end))
-                for (held, path), end in zip(paths, ends, strict=True)
-            ]
-        for held, path in paths:
-            if held.wait(self, [self._rows + row for row in path]):
-                self._sessions.add(held)
-        self._passes.append(computed)
-        self._rows += count
-
-    def settle(self) -> None:
-        """Have every session copy its rows, and drop the passes."""
-        if not self._passes:
-            return
-        places = places_of(self._reads)
-        states = {
-            place: torch.cat([computed[number] for computed in self._passes])
-            for number, place in enumerate(places)
-        }
-        features = features_of(self._reads, states, slice(None))
-        for held in self._sessions:
-            held.pick(features)
-        self._passes, self._rows = [], 0
-        self._sessions.clear()
-
-
 def with_features(
-    verdicts: Sequence[Verdict],
-    paths: Sequence[tuple[HeldFeatures, Sequence[int]]],
-    features: Tensor,
+    verdicts: Sequence[Verdict], held: Sequence[HeldFeatures], parts: Sequence[Tensor], reads: Reads
 ) -> list[Verdict]:
-    """Return verdicts with the held features and each one's own rows from the stacked features
-    [rows, row]."""
-    parts = features.split_with_sizes([len(path) for _, path in paths])
+    """Return verdicts with the held features and each one's own rows [n, row]."""
     whole = []
-    for verdict, (held, _), own in zip(verdicts, paths, parts, strict=True):
-        if rows := len(held):
+    for verdict, its, own in zip(verdicts, held, parts, strict=True):
+        if rows := len(its):
             item = verdict.item.model_copy(update={"held": rows})
-            verdict, own = replace(verdict, item=item), torch.cat([held.rows(), own])
+            verdict, own = replace(verdict, item=item), torch.cat([its.rows(reads), own])
         whole.append(replace(verdict, features=own))
     return whole
