@@ -67,9 +67,6 @@ PROMPT = (0, 3, 17, 9, 30, 8)
 KEPT = 4000
 
 
-# -- what is held ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OnlyLog:
     """A kept session that has its log and no rows."""
@@ -132,9 +129,6 @@ def test_a_base_that_is_shared_stays() -> None:
 
 def test_a_share_of_the_free_memory_is_promised() -> None:
     assert affordable_tokens(MEMORY_SHARE * 1000, 10) == 100
-
-
-# -- the target ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -317,9 +311,6 @@ def test_a_session_longer_than_all_that_may_be_kept_is_forgotten_alone(
     assert (1 in verifier, 2 in verifier) == (True, False)
 
 
-# -- a small draft ---------------------------------------------------------------------------------
-
-
 def open_draft(
     engine: Drafter,
     prompt: Sequence[int],
@@ -420,9 +411,6 @@ def test_rows_that_a_draft_had_not_computed_are_computed_by_the_next_session(
         open_draft(engine, prompt, GREEDY, CONTEXT),
     )
     assert engine.draft(found, (), 2, SHAPE).tree == engine.draft(expected, (), 2, SHAPE).tree
-
-
-# -- a head ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -616,9 +604,6 @@ def test_a_head_goes_on_from_a_window_unless_most_of_it_is_gone(
     assert all(len(proposal.tree) for proposal in proposals)
     assert again.session.rows == len(again.session.log) - 1
     assert again.session.cache.length <= window
-
-
-# -- workers ---------------------------------------------------------------------------------------
 
 
 def opening(session: int, prompt: Sequence[int], **changes: Any) -> Open:
