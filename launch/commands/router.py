@@ -24,8 +24,7 @@ from dovetail.protocol.settings import byte_count
 from dovetail.runtime.http.guard import Guard, shared
 from dovetail.runtime.http.listening import listen
 from dovetail.runtime.http.server import Connections, serve
-from dovetail.runtime.router.app import Router
-from dovetail.runtime.router.fleet import Fleet
+from dovetail.runtime.router.app import Fleet, Router
 from dovetail.runtime.router.upstream import Upstream
 
 log = logging.getLogger("dovetail.router")

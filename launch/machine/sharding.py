@@ -10,7 +10,7 @@ from dovetail.launch.processes.preflight import estimated_bytes, why_not_sharded
 from dovetail.protocol.calibration import Calibration
 from dovetail.protocol.profile import NodeTimes, Profile, load_profile, machine_key
 from dovetail.protocol.settings import TargetSettings
-from dovetail.runtime.costs.nodes import Nodes, measured_meeting_s
+from dovetail.runtime.costs.rounds import Nodes, measured_meeting_s
 
 ROWS = 16  # rows of the pass by which it is decided, about those of a usual tree
 

@@ -13,8 +13,7 @@ from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import Frozen
-from dovetail.runtime.costs.nodes import Nodes
-from dovetail.runtime.costs.rounds import Messages, Origin
+from dovetail.runtime.costs.rounds import Messages, Nodes, Origin
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 

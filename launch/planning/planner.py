@@ -27,9 +27,8 @@ from dovetail.protocol.calibration import (
 )
 from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.policies import POLICIES
-from dovetail.runtime.costs.nodes import Nodes
 from dovetail.runtime.costs.passes import curves_of
-from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, Origin, PairCosts
+from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, Nodes, Origin, PairCosts
 
 Seconds = Callable[[int], float]  # returns the seconds of a pass over this many rows
 BUFFERS = 2  # buffers of streamed layers (`workers/models/backends/placement.py`)

@@ -13,8 +13,7 @@ from dovetail.runtime.control.on_off import DOUBTED, Crowd, OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
 from dovetail.runtime.control.pricing import NEW, Pricing, Situation
 from dovetail.runtime.control.rounds import Begun, Calibration, Load, Plan, Round
-from dovetail.runtime.costs.averages import add_all
-from dovetail.runtime.costs.rounds import PairCosts
+from dovetail.runtime.costs.rounds import PairCosts, add_all
 
 CONTROLS = (0, 8, 32)
 """Rounds of a pair after which a pass over one row is measured, without a profile."""

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from dovetail.runtime.costs.averages import Average
-from dovetail.runtime.costs.rounds import PairCosts
+from dovetail.runtime.costs.rounds import Average, PairCosts
 
 LOSS = 3.0  # rounds that a session may lose before its drafting stops; gains do not accumulate
 DOUBTED = 1.0

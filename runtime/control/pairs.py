@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from dovetail.protocol.messages import Drafted, Hello, PairState
 from dovetail.runtime.control.on_off import SETTLING, Crowd, Experience, OnOff
 from dovetail.runtime.control.rounds import MOST_CALIBRATION, Load, Round
-from dovetail.runtime.costs.averages import Average, add_all
-from dovetail.runtime.costs.rounds import PairCosts
+from dovetail.runtime.costs.rounds import Average, PairCosts, add_all
 
 BLOCK = 12  # rounds of a block of a trial
 TURNS: Sequence[bool] = (False, True, True, False, False, True, True, False)

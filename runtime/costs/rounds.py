@@ -2,11 +2,62 @@
 drafting for which it waits, the target's pass T_V(M, context) over M rows, and the time of messages
 and the coordinator. Drafting takes t_D(rows) per pass, plus a constant per proposal."""
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, log
 
-from dovetail.runtime.costs.averages import Average, Lags
+from dovetail.protocol.calibration import RowsSeconds
 from dovetail.runtime.costs.passes import RowCosts
+
+RECENT = 32.0  # values after which the weight of an older value has fallen to about a third
+LAST = 16  # the number of remembered durations with their amounts
+
+
+class Average:
+    """A running mean of the last values; the first values have equal weights."""
+
+    def __init__(self, recent: float = RECENT) -> None:
+        self.recent, self.count = recent, 0  # values that count, and all values
+        self.known = False
+        self.value = 0.0  # 0 if nothing is known
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self.count += 1
+        self.known = True
+        self.value += (value - self.value) / min(self.count, self.recent)
+
+
+def add_all(told: Iterable[tuple[Average, float]]) -> None:
+    """Add a value to each of these averages; a round has many."""
+    for average, value in told:
+        average.count += 1
+        average.known = True
+        average.value += (value - average.value) / min(average.count, average.recent)
+
+
+class Lags:
+    """The last durations of something with their amounts."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque(maxlen=LAST)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Record the duration of this many tokens; zero tokens are ignored."""
+        if tokens > 0:
+            self._last.append((tokens, seconds))
+
+    def expect(self, tokens: int) -> float | None:
+        """Return seconds for this many, scaled from the nearest recorded number; None if
+        unknown."""
+        if not self._last:
+            return None
+        length, seconds = min(
+            reversed(self._last), key=lambda last: abs(log(last[0] / max(1, tokens)))
+        )
+        return seconds * max(1.0, tokens / length)
+
 
 MOST_SLOWNESS = 1.5  # a pass slower by up to this factor than similar ones is noise
 DRAFTED_HOPS, UNDRAFTED_HOPS = 4, 2
@@ -103,3 +154,35 @@ class PairCosts:
         """Return the seconds of a round of this many rows that waits `exposed_s` for the draft."""
         pass_s = self.target.at(rows, context)
         return exposed_s + pass_s + self.beside_s(drafted=exposed_s > 0.0)
+
+
+MEETING_S = 50e-6
+"""Additional seconds of a spread layer: four synchronisations of 1 us, and half of the activations
+of 16 rows (0.75 MB) at 16 GB/s. An estimate, measured on no machine."""
+ASSUMED = f"{MEETING_S * 1e6:.0f} us a layer for traffic between nodes (assumed, not measured)"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Memory nodes over which a target can be spread."""
+
+    count: int
+    times: float  # ratio of the threads on all nodes to those on one
+    meeting_s: float = MEETING_S  # additional seconds of a layer
+    meeting: str = ASSUMED  # its origin, in words
+
+    def spread_s(self, alone_s: float, layers: float) -> float:
+        """Return the seconds on all nodes of this many layers that take `alone_s` on one."""
+        return alone_s / self.times + layers * self.meeting_s
+
+    def origin_of(self, alone: Origin) -> Origin:
+        """Return the origin of passes over all nodes, from that of passes on one."""
+        words = f"1/{self.times:.3g} of a pass on one node ({alone}), and {self.meeting}"
+        return Origin(words, estimated=True)
+
+
+def measured_meeting_s(
+    alone: RowsSeconds, spread: RowsSeconds, *, rows: int, times: float, layers: int
+) -> float:
+    """Return the additional seconds of a layer on all nodes, from measured times."""
+    return max(0.0, spread.at(rows) - alone.at(rows) / times) / layers

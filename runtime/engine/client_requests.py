@@ -3,7 +3,7 @@ another thread, since a long one takes time; its session begins afterwards. Chec
 of clients."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from dovetail.protocol.errors import RequestError, StaleError
@@ -30,15 +30,16 @@ from dovetail.protocol.settings import byte_count
 from dovetail.runtime.engine.claims import Claim, Claims
 from dovetail.runtime.engine.faults import refusal, reraise_exits
 from dovetail.runtime.engine.requests import attempt
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.starting import LATER, TAKEN, Starting, given_up
 from dovetail.runtime.engine.stored import StoredReply
-from dovetail.runtime.engine.waits import waits
 from dovetail.runtime.fleet.outbox import size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.request import Request
-from dovetail.runtime.telemetry.event_log import EventLog
+from dovetail.runtime.session.state import State
+from dovetail.runtime.telemetry.event_log import EventLog, Waits
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -284,3 +285,16 @@ def observe(
     """Make the workers record the requested spans."""
     for worker, fine in observing.orders(registry.workers.values()):
         send(worker, Observe(epoch=epoch, fine=fine))
+
+
+def waits(worker: Worker, requests: Iterable[RunningRequest]) -> Waits:
+    """Return what a worker waits for: nothing while it owes an answer; else what its sessions wait
+    for."""
+    if worker.turns.owed:
+        return ""
+    states = {one.session.state for one in requests if worker in one.workers}
+    if states & {State.VERIFYING, State.OPENING, State.WAITING}:
+        return "target"
+    if State.DRAFTING in states:
+        return "draft"
+    return "coordinator" if states else "no work"

@@ -3,7 +3,7 @@ pass. `scheduler.py` decides the order, `costs/` the cost of a pass, `control/pr
 nodes pay off, and `prefix_cache.py` which ended sessions are kept."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from dovetail.protocol.messages import (
@@ -26,7 +26,6 @@ from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.reading import AT_ONCE, chunked_s, in_order, pass_of, rows_read, share
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.engine.shared import Shared
-from dovetail.runtime.engine.waits import due_s
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.scheduler import Rest
 from dovetail.runtime.session.actions import Ask
@@ -35,6 +34,7 @@ from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
 """A pass waits at most 1.5 times the expected drafting time plus 0.2 ms."""
+LATE = 0.25  # an overdue proposal is expected to take another such share of its elapsed time
 BURST_S = 0.02  # requests within this time are treated as a burst
 
 log = logging.getLogger("dovetail.coordinator")
@@ -363,3 +363,46 @@ def _passing(running: RunningRequest, item: VerifyItem, rows: int, context: floa
     running.give(running.session.sent, len(item.tokens))
     running.other_rows = rows - len(item.tokens)
     running.controller.sends(context, running.session.scores, rows)
+
+
+def due_s(target: Worker, requests: Mapping[int, RunningRequest], now_ns: int) -> Sequence[float]:
+    """Return the seconds until each proposal for a target is expected, by draft."""
+    drafts, drafting = dict[bytes, Worker](), State.DRAFTING
+    for running in requests.values():
+        if (
+            running.session.state is drafting
+            and running.target is target
+            and (draft := running.draft) is not None
+            and draft is not target
+        ):
+            drafts[draft.peer] = draft
+    due = list[float]()
+    for draft in drafts.values():
+        due += _due_of(draft, target, requests, now_ns)
+    return due
+
+
+def _due_of(
+    draft: Worker, target: Worker, requests: Mapping[int, RunningRequest], now_ns: int
+) -> Sequence[float]:
+    """Return the seconds until each proposal of a draft is expected, in order, up to the first one
+    delayed by a prefill."""
+    begins_s = ends_s = 0.0
+    together, due = draft.turns.together, list[float]()
+    room = together
+    for number, order in draft.turns.orders:
+        running = requests.get(number)
+        if not order or running is None:
+            break
+        sent, wait_s = running.sent, running.controller.order_s
+        if not room or (together > 1 and not sent and begins_s == 0.0):
+            begins_s, room = ends_s, together
+        room -= 1
+        if sent:
+            elapsed_s = (now_ns - running.mark_ns) / 1e9
+            wait_s = max(wait_s - elapsed_s, LATE * elapsed_s)
+        wait_s += begins_s
+        ends_s = max(ends_s, wait_s)
+        if running.target is target:
+            due.append(wait_s)
+    return due

@@ -9,9 +9,9 @@ from threading import Lock
 from dovetail.protocol.messages import Hello, Limits, Message, Probed, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import TokenTable
-from dovetail.runtime.costs.averages import Average
 from dovetail.runtime.costs.passes import RowCosts
 from dovetail.runtime.costs.reading import ReadingCosts
+from dovetail.runtime.costs.rounds import Average
 from dovetail.runtime.fleet.outbox import Outbox
 from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Owed, Turns

@@ -36,8 +36,7 @@ from dovetail.runtime.http.resuming import (
     ticketed,
 )
 from dovetail.runtime.http.server import Connections
-from dovetail.runtime.telemetry.load import load_of
-from dovetail.runtime.telemetry.picture import folder_name
+from dovetail.runtime.telemetry.picture import folder_name, load_of
 from dovetail.runtime.text.templates import RENDERERS
 
 SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread

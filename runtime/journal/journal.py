@@ -15,7 +15,7 @@ from pathlib import Path
 from dovetail.protocol.errors import DecodeError, ProtocolError
 from dovetail.protocol.files import refusal
 from dovetail.protocol.messages import NOTHING_TOLD, Finished, JournalState, Submit
-from dovetail.runtime.costs.averages import Average
+from dovetail.runtime.costs.rounds import Average
 from dovetail.runtime.fleet.outbox import OBJECT_BYTES
 from dovetail.runtime.journal.database import Database, Row
 from dovetail.runtime.journal.entries import (

@@ -23,21 +23,74 @@ from dovetail.protocol.messages import (
     Recorded,
     Refeed,
     Reply,
+    Verified,
     VerifiedItem,
     Verify,
 )
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.faults import reraise_exits, told
-from dovetail.runtime.record.entries import MAX_WORDS, outline
-from dovetail.runtime.record.parts import is_sent_as, own_part, own_verdicts
-from dovetail.runtime.record.recorder import STEPS
+from dovetail.runtime.record.recorder import MAX_WORDS, STEPS, outline
 from dovetail.runtime.record.recording import Entry, From, Joined, Recording, Said, Step
 from dovetail.runtime.session.actions import Action, Ask, Emit, Note, Score
-from dovetail.runtime.session.draft_sync import DraftSync, Joining
+from dovetail.runtime.session.draft_sync import DraftSync, Joining, features_of_items
 from dovetail.runtime.session.request import TOKEN_BYTES, Base, Request
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, RoundTimes
 from dovetail.runtime.text.tokenizer import open_detokenizer
+
+
+def own_part(command: Verify | Drafts, session: int) -> Verify | Draft:
+    """Return this session's part of a pass over several sessions, or of orders for several."""
+    if isinstance(command, Drafts):
+        orders = command.split()
+        return next((order for order in orders if order.session == session), orders[0])
+    return _own_part(command, session)
+
+
+def _own_part(verify: Verify, session: int) -> Verify:
+    first = 0
+    for item in verify.items:
+        rows = 1 + len(item.tokens)
+        if item.session == session:
+            drawn = {
+                name: _rows(getattr(verify, name), first, first + rows)
+                for name in ("candidates", "probabilities")
+            }
+            return verify.model_copy(update={"items": (item,), "reads": (), **drawn})
+        first += rows
+    return verify
+
+
+def own_verdicts(event: Event, session: int) -> Sequence[tuple[VerifiedItem, Array | None]]:
+    """Return this session's verdicts of a pass, with features if their count is right."""
+    if not isinstance(event, Verified):
+        return []
+    every = zip(event.items, features_of_items(event), strict=True)
+    return [(item, features) for item, features in every if item.session == session]
+
+
+def _rows(array: Array | None, start: int, stop: int) -> Array | None:
+    return None if array is None else array.rows(start, stop)
+
+
+def is_sent_as(asked: Command, sent: Command) -> bool:
+    """Return whether a command is the requested one, with all or, except under rejection sampling,
+    a prefix of its tree. A log may be read in parts."""
+    if isinstance(sent, Open | Refeed):
+        return asked == sent.model_copy(update={"read": None})
+    if isinstance(asked, Verify) and isinstance(sent, Verify) and asked.candidates is None:
+        (item,), nodes = asked.items, len(sent.items[0].tokens)
+        asked = asked.model_copy(
+            update={
+                "items": (
+                    item.model_copy(
+                        update={"tokens": item.tokens[:nodes], "parents": item.parents[:nodes]}
+                    ),
+                )
+            }
+        )
+    return asked == sent
+
 
 Asked = Open | Feed | Refeed | Draft | Verify
 """A session's commands to a worker. Close may also come from the coordinator."""

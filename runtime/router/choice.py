@@ -59,7 +59,7 @@ UNKNOWN = Rate(USUAL_S, USUAL_FURTHER * USUAL_S)  # the rate of replicas before 
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """The last report of a replica; see `dovetail.runtime.telemetry.load`."""
+    """The last report of a replica; see `dovetail.runtime.telemetry.picture`."""
 
     epoch: str = ""
     sessions: Count = 0

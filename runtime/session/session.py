@@ -44,8 +44,7 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note, Score
 from dovetail.runtime.session.draft_sync import DraftSync, Joining, UnreadableFeatures
-from dovetail.runtime.session.logprobs import check_logprobs
-from dovetail.runtime.session.request import Base, Request, for_draft
+from dovetail.runtime.session.request import Base, Request, check_logprobs, for_draft
 from dovetail.runtime.session.state import NO_TREE, SessionState, State
 from dovetail.runtime.telemetry.metrics import RoundFacts, RoundTimes
 

@@ -6,8 +6,7 @@ from enum import Enum
 from dovetail.protocol.messages import MAX_MOVES, Drafted, FinishReason, Result, TokenLogprobs
 from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.session.draft_sync import DraftSync, FeatureRows
-from dovetail.runtime.session.logprobs import PromptScores
-from dovetail.runtime.session.request import Base, Kept, Request, pack
+from dovetail.runtime.session.request import Base, Kept, PromptScores, Request, pack
 from dovetail.runtime.telemetry.metrics import Accounts, RoundFacts
 from dovetail.runtime.text.tokenizer import Detokenizer, ReplyText
 

@@ -18,8 +18,8 @@ import psutil
 
 from benchmarks.options import Command, option, options, report
 from benchmarks.replicas import shown, started
+from dovetail.runtime.router.app import LOOK_EVERY_S
 from dovetail.runtime.router.choice import Replica, ReplicaLoad, agree_on_rates, choose, wanted
-from dovetail.runtime.router.fleet import LOOK_EVERY_S
 
 READY = b'{"ready":true,"load":null}'
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":" word"},"finish_reason":null}]}\n\n'

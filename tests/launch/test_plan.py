@@ -26,7 +26,7 @@ from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.calibration import Calibration, MachineLimits, RowsSeconds
 from dovetail.protocol.profile import ProfileKey, machine_key, update_profile
 from dovetail.protocol.settings import DraftSettings, Settings
-from dovetail.runtime.costs.nodes import MEETING_S
+from dovetail.runtime.costs.rounds import MEETING_S
 from dovetail.workers import kernels
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.trial import fall_key, remember_fall

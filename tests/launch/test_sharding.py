@@ -36,7 +36,7 @@ from dovetail.protocol.messages import Reported, Role, WorkerState
 from dovetail.protocol.profile import Profile, load_profile, rewrite_profile, update_profile
 from dovetail.protocol.settings import Settings, TargetSettings
 from dovetail.runtime.client import Client
-from dovetail.runtime.costs.nodes import MEETING_S
+from dovetail.runtime.costs.rounds import MEETING_S
 from dovetail.workers.calibration.devices import keys_of
 from support.by_hand import Stream, bodies
 from support.kernels import needs_kernels

@@ -20,9 +20,8 @@ from dovetail.protocol.messages import (
     Verified,
     Verify,
 )
-from dovetail.runtime.record.parts import own_part, own_verdicts
 from dovetail.runtime.record.recording import Peer, Recording, Said
-from dovetail.runtime.record.replay import Asked
+from dovetail.runtime.record.replay import Asked, own_part, own_verdicts
 
 Role = Literal["target", "draft"]
 ASKED: dict[Role, tuple[type[Asked], ...]] = {

@@ -36,9 +36,8 @@ from dovetail.protocol.messages import (
     Verified,
 )
 from dovetail.protocol.tree import ROOT
-from dovetail.runtime.record.parts import own_verdicts
 from dovetail.runtime.record.recording import Recording
-from dovetail.runtime.record.replay import Asked, ReplayDifference, short
+from dovetail.runtime.record.replay import Asked, ReplayDifference, own_verdicts, short
 from replay.exchanges import LAST, Exchange, Part, Role, missed_its_base, parts_of, round_of
 from replay.stage import EPOCH, Stage
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.calibration import ContextCurve, ExpertCosts, RowsSeconds
 from dovetail.protocol.experts import Routing
-from dovetail.runtime.costs.averages import Average, Lags, add_all
 from dovetail.runtime.costs.passes import FIRST_ROWS, KEPT, RowCosts, bucket
-from dovetail.runtime.costs.rounds import Messages, PairCosts
+from dovetail.runtime.costs.rounds import Average, Lags, Messages, PairCosts, add_all
 
 PROFILE = tuple(
     ContextCurve(

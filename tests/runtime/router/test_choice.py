@@ -18,7 +18,7 @@ from dovetail.runtime.router.choice import (
     choose,
     wanted,
 )
-from dovetail.runtime.telemetry.load import load_of
+from dovetail.runtime.telemetry.picture import load_of
 
 MEASURED = ReplicaLoad(
     epoch="1",

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from dovetail.runtime.http.guard import Guard
-from dovetail.runtime.router.app import Router
-from dovetail.runtime.router.fleet import Fleet
+from dovetail.runtime.router.app import Fleet, Router
 from dovetail.runtime.router.upstream import Upstream
 
 COMMENT = b": no token yet\n\n"
