@@ -1,2 +1,2 @@
-"""Everything that touches a model or a device. Workers use only the protocol: one can be started by
-hand, and does not know which program coordinates it."""
+"""Everything that touches a model or a device. Workers use only the protocol, so they can be
+started by hand and work with any coordinator."""

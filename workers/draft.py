@@ -1,9 +1,9 @@
 """The draft worker: turns the coordinator's commands into calls of an engine, and proposals into
 events.
 
-Enforces the rules of rounds, measures spans, registers. Knows one session per number and nothing of
-links. The engines are in `drafters/`: a small model, a head of the target, or n-grams without a
-model, in which case torch is never imported."""
+Enforces the rules of rounds, measures spans, registers. Independent of links. The engines are in
+`drafters/`: a small model, a head of the target, or n-grams without a model, in which case torch is
+never imported."""
 
 import os
 import socket
@@ -50,8 +50,8 @@ MAX_OPEN = 1024  # the most open sessions, each with its own cache; memory is th
 
 @dataclass(frozen=True)
 class Identity:
-    """What a draft worker registers with. Without a vocabulary it knows only the tokens that it is
-    sent."""
+    """The facts with which a draft worker registers. Without a vocabulary it only uses tokens that
+    it was sent."""
 
     name: str
     model: str
@@ -65,7 +65,7 @@ class Identity:
     """The cost of a level of its tree, from this machine's profile file."""
     kept_tokens: int = 0  # the number of tokens of ended sessions whose rows it can keep
     together: int = 1  # the most sessions that it drafts for in one pass
-    kept_beside: int = 0  # tokens by which each session counts more, for its recurrent states
+    kept_beside: int = 0  # additional tokens that each session counts as, for its recurrent states
 
 
 @dataclass
@@ -159,8 +159,8 @@ class DraftWorker(Generic[SessionT]):
             return []
 
     def idle(self) -> bool:
-        """Do a bit of background work. In order: what any proposal needs, a bit of learning after a
-        verdict, growing trees ahead in turn, and more learning."""
+        """Take a step of background work. In order: work that any proposal needs, a step of
+        learning from verdicts, growing trees ahead in turn, and more learning."""
         began_ns = self._clock()
         grown: Sequence[int] = ()
         worked = self._get_ready() or bool(grown := self._grow_ahead()) or self.engine.learn()
@@ -173,8 +173,8 @@ class DraftWorker(Generic[SessionT]):
         return worked
 
     def _get_ready(self) -> bool:
-        """Precompute what any proposal needs, or learn a bit after a verdict; return False if there
-        is neither."""
+        """Precompute what any proposal needs, or take a step of learning; return False if there is
+        neither."""
         if any(self.engine.prepare(held.session) for held in self._held.values()):
             return True
         to_learn, self._to_learn = self._to_learn, False
@@ -195,8 +195,8 @@ class DraftWorker(Generic[SessionT]):
         return self.kept
 
     def _grow_ahead(self) -> Sequence[int]:
-        """Make a pass ahead for the sessions whose turn it is, and return their numbers; empty if
-        no session has anything to grow."""
+        """Make a pass ahead for the next sessions in turn, and return their numbers; empty if no
+        session has anything to grow."""
         numbers = [*self._held]
         places = self.engine.grow_all_ahead([held.session for held in self._held.values()])
         grown = [numbers[place] for place in places]

@@ -1,7 +1,7 @@
 """The loop of every kind of worker: register; receive a command, execute it, answer; register again
 when the coordinator is lost. It is plain and blocking, counts late and broken messages, and
 survives failures of single commands and of coordinators: the model stays loaded, and rows of
-sessions stay until the next coordinator has chosen which of them it continues."""
+sessions are kept until the next coordinator has chosen the sessions that it continues."""
 
 import os
 import secrets
@@ -53,7 +53,7 @@ MAX_WAITING = 64  # the most messages taken from the link during a computation
 PROBE_BYTES = 128  # longer messages cannot be probes
 BUSY_AFTER_S = 2.0  # during longer commands, probes are answered out of order
 LOOK_EVERY_S = 0.25
-"""How often a worker that computes checks whether its coordinator is still there."""
+"""How often a worker that computes checks the connection to its coordinator."""
 
 
 def serve(
@@ -112,8 +112,8 @@ def _register_again(
     standing: Standing,
     watchdog: Watchdog | None,
 ) -> "_Loop | None":
-    """Look for the coordinator until it is found. Return None if that takes too long; raise
-    `LinkRefused` if it was reachable but refused connections."""
+    """Try to reach the coordinator. Return None if that takes too long; raise `LinkRefused` if it
+    was reachable but refused connections."""
     reconnecting.say(f"{why}; reconnecting for up to {reconnecting.most_s:g} s")
     end, pause_s = time.monotonic() + reconnecting.most_s, FIRST_PAUSE_S
     refusal: LinkRefused | None = None
@@ -164,7 +164,7 @@ class _Loop:
 
     def run(self) -> Drain:
         """Carry out commands until Drain, and return it. Raises `LinkClosed` when the coordinator
-        has gone or no longer knows this worker."""
+        is lost or no longer has this worker registered."""
         try:
             with heard(self._beat):
                 while not isinstance(command := self._next(), Drain):
@@ -191,8 +191,8 @@ class _Loop:
             spans.add_beside("send", encoded_ns, time.monotonic_ns(), **about)
 
     def _turned_away(self, refusal: Failed) -> None:
-        """Handle a Failed that answers no command: the coordinator either took us for lost, so that
-        we register again, or refuses us."""
+        """Handle a Failed that answers no command: the coordinator either considered this worker
+        lost, so that it registers again, or refuses it."""
         if refusal.code == "session":
             raise LinkClosed(printable(refusal.text))
         text = f"the coordinator refused this worker: {printable(refusal.text)}"
@@ -200,7 +200,7 @@ class _Loop:
         raise DovetailError(text) if refusal.code == "protocol" else UserError(text)
 
     def _last_drain(self) -> Drain | None:
-        """Return the Drain that the coordinator sent before it went, if any."""
+        """Return the Drain that the coordinator sent before it disconnected, if any."""
         try:
             while (frames := self._receive(0.0)) is not None:
                 if isinstance(command := self._decode(frames), Drain):
@@ -281,7 +281,7 @@ class _Loop:
             self._began_s = None
 
     def _answers(self, command: Command) -> Iterator[Event]:
-        """Yield the worker's answers to a command, measuring the time between answers without that
+        """Yield the worker's answers to a command, measuring the time between answers but not that
         of sending them."""
         events: Iterator[Event] | None = None
         while True:
@@ -301,8 +301,8 @@ class _Loop:
         return nullcontext() if self._watchdog is None else self._watchdog.work()
 
     def _beat(self) -> None:
-        """Note that the computation makes progress; now and then check whether the coordinator is
-        still there, and drop commands that a leaving one takes back."""
+        """Note that the computation makes progress. From time to time, check whether the
+        coordinator is still connected, and drop commands that a leaving coordinator withdraws."""
         if self._watchdog is not None:
             self._watchdog.beat()
         self._standing.gets_on()

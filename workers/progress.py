@@ -11,20 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-TICKS = 4  # the number of the watchdog's checks within its limit
+TICKS = 4  # the watchdog's checks within its limit
 DEAF = 6
-"""Code that holds the interpreter's lock also blocks the watchdog: then the process is ended after
+"""Code that holds the interpreter's lock also blocks the watchdog; the process is then ended after
 this multiple of the limit."""
 
 STDERR = 2
 
 
 class Abandoned(BaseException):
-    """The computation is no longer needed. Not a failure, so it must not be answered as one."""
+    """The computation is no longer needed. This is not a failure, and must not be answered as
+    one."""
 
 
 LoadingTold = Callable[[str, int, int], None]
-"""Receives the phase (checking, loading), and the bytes of weights read and in all."""
+"""Receives the phase (checking, loading), and the bytes of weights read and in total."""
 
 
 class _Thread(threading.local):
@@ -64,8 +65,8 @@ def hearing_loads(listener: LoadingTold) -> Iterator[None]:
 
 @contextmanager
 def loading(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Announce that the block reads `total` bytes of weights, to check or load them; they are
-    counted by the function that it yields, and by `count_bytes`."""
+    """Announce that the block reads `total` bytes of weights, to check or load them; the yielded
+    function and `count_bytes` count them."""
     listener, before, done = _thread.load_listener, _thread.count, 0
 
     def count(size: int) -> None:
@@ -93,8 +94,8 @@ class Watchdog:
     `stuck_s` without a beat. It counts its checks, not time: a process that was stopped (SIGSTOP)
     and continues has the same time left. If the interpreter's lock is held for DEAF times as long,
     faulthandler's thread, which needs no lock, ends the process by time alone ("Timeout (0:01:00)!"
-    and the stacks). That also ends a process that was stopped that long during work, when it
-    continues."""
+    and the stacks). It also ends a process that continues after being stopped that long during
+    work."""
 
     def __init__(self, name: str, stuck_s: float) -> None:
         """`name`: of the worker, for messages."""
@@ -114,7 +115,7 @@ class Watchdog:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Watch that this block makes progress. Entering it is not a beat: it may do next to
+        """Watch that this block makes progress. Entering it is not a beat: it may do almost
         nothing."""
         self._working = True
         try:
@@ -138,7 +139,7 @@ class Watchdog:
             seen = beats
 
     def _arm(self) -> None:
-        """Have faulthandler end the process at a later time, unless this is called again before."""
+        """Make faulthandler end the process later, unless this is called again before."""
         faulthandler.dump_traceback_later(DEAF * self._stuck_s, exit=True, file=STDERR)
         self._armed = True
 

@@ -1,6 +1,6 @@
 """The target worker: passes the coordinator's commands to the verifier and turns the results into
-events. Decides which command is stale, wrong or next; the verifier computes, and the loop
-transports."""
+events. Decides whether a command is stale, wrong or next; the verifier computes, and the loop
+handles messages."""
 
 import os
 import socket
@@ -55,7 +55,7 @@ ItemT = TypeVar("ItemT", VerifyItem, ReadItem)
 
 @dataclass(frozen=True)
 class Identity:
-    """What a target worker registers with."""
+    """The facts with which a target worker registers."""
 
     name: str
     model: str
@@ -68,7 +68,7 @@ class Identity:
     experts: ExpertCosts | None = None
     kept_tokens: int = 0  # the number of tokens of ended sessions whose rows it can keep
     room_tokens: int | None = None
-    """Tokens of all sessions that fit into its memory; None: not known."""
+    """Tokens of all sessions that fit into its memory; None: unknown."""
     same_bytes: bool = False  # True if a row has the same bytes in chunks of any size
     placement: str = ""  # description of how the model is spread over devices
     reader: str = ""  # the prefill device, in addition to those that compute the model
@@ -327,7 +327,7 @@ class TargetWorker:
 
 
 def _drawn(command: Verify) -> dict[int, ProposalProbabilities]:
-    """Return the distributions that the trees of a command were drawn from, by session; empty if
+    """Return the distributions from which the trees of a command were drawn, by session; empty if
     they cannot be read."""
     if command.candidates is None or command.probabilities is None:
         return {}
@@ -350,8 +350,7 @@ def _drawn(command: Verify) -> dict[int, ProposalProbabilities]:
 
 
 def _alike(verdicts: Sequence[Verdict]) -> Iterator[Sequence[Verdict]]:
-    """Group the verdicts of a pass by the kind of their features, no more in a group than fit into
-    an array."""
+    """Group the verdicts of a pass by the kind of their features; a group fits into an array."""
     for reads in dict.fromkeys(map(_shown, verdicts)):
         group: list[Verdict] = []
         held = 0

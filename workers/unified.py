@@ -86,8 +86,8 @@ class Turns:
 
 
 class InTurn:
-    """A worker that takes its turn for every command, and gives it up between two answers: an
-    answer may never be fetched if the coordinator has gone. A `Worker` of the loop."""
+    """A worker that takes its turn for every command, and releases it between two answers, since an
+    answer may never be fetched if the coordinator is lost. A `Worker` of the loop."""
 
     def __init__(self, worker: Worker, turns: Turns) -> None:
         self._worker, self._turns = worker, turns
@@ -132,7 +132,7 @@ class InTurn:
 
 
 class _Draft(DraftWorker[DraftSession]):
-    """A draft worker whose sessions know their numbers."""
+    """A draft worker whose sessions have their numbers."""
 
     def _open(self, command: Open) -> Opened | Reading:
         opened = super()._open(command)
@@ -142,8 +142,8 @@ class _Draft(DraftWorker[DraftSession]):
         return opened
 
     def _drafts(self, command: Drafts) -> Iterator[Event]:
-        """Carry out all orders before the target has its turn: it could close a session whose rows
-        are lent, and reuse them for another."""
+        """Carry out all orders before the target's turn: it could close a session whose rows are in
+        use, and reuse them for another."""
         return iter([*super()._drafts(command)])
 
 

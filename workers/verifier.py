@@ -1,7 +1,7 @@
 """The target's engine: prefills prompts, verifies trees, commits accepted tokens.
 
 A verification is one pass over the weights for the trees of several sessions. A tree's rows - its
-root, then its nodes - are written behind the session's committed rows; every row attends to the
+root, then its nodes - are written after the session's committed rows; every row attends to the
 committed ones, the root, its own ancestors and itself. The rows of the accepted path then move down
 to become committed. The next root, the bonus, has no row yet. Every session is checked before the
 pass and committed after it, so a pass that fails changes nothing; after it, each session is
@@ -12,15 +12,14 @@ of the prompt chunk by chunk, of a tree those of the root and the accepted nodes
 in the same way on request. For a draft that joins later, features of committed rows are recomputed
 in a separate cache.
 
-A log may be prefilled in chunks, in passes of their own or as further rows of a verification. The
-bytes are the same. A session that began elsewhere is opened with its log as the prompt, and
-continues as it would have there.
+A log may be prefilled in chunks, in separate passes or as further rows of a verification, with the
+same bytes. A session that began elsewhere is opened with its log as the prompt, and continues as it
+would have there.
 
 The log and rows of an ended session can be kept for another one. Rows are reused as they are, so
 this requires a model that computes the same bytes for a row in any chunk of a prompt.
 
-Knows sessions as token logs and caches; no messages beyond `VerifyItem` and `ReadItem`, and no
-links."""
+Uses no messages except `VerifyItem` and `ReadItem`, and no links."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -54,11 +53,11 @@ UNDRAWN: Mapping[int, ProposalProbabilities] = {}
 
 @dataclass(frozen=True)
 class _Pass:
-    """The results of a pass: for each item in turn a row of its root, then one of each node; then,
-    for each chunk of a log, its rows."""
+    """The results of a pass: for each item in turn a row for its root, then one for each node;
+    then, for each chunk of a log, its rows."""
 
     logits: Sequence[Tensor]  # [M, V] for each item, then [R, V] for each chunk of a log
-    states: Mapping[int, Tensor]  # [rows, hidden] of every layer that one of the sessions reads
+    states: Mapping[int, Tensor]  # [rows, hidden] of every layer that any of the sessions reads
     starts: Sequence[int]  # the first row of each item, then of each chunk
 
     def index(self, reads: Reads, rows: Sequence[int]) -> Tensor | slice:
@@ -113,8 +112,8 @@ class Verifier(Opener):
         self, items: Sequence[VerifyItem], drawn: Mapping[int, ProposalProbabilities] = UNDRAWN
     ) -> list[Verdict | RequestError]:
         """Verify checked items of different sessions in one pass. Return for each in turn the
-        committed verdict, or why it failed. If it raises, nothing changed. `drawn`: by session, the
-        distributions that trees under rejection sampling were drawn from."""
+        committed verdict, or why it failed. If it raises, nothing has changed. `drawn`: by session,
+        the distributions from which trees under rejection sampling were drawn."""
         return self.verify_and_read(items, drawn, ())[0]
 
     def verify_and_read(
@@ -126,7 +125,7 @@ class Verifier(Opener):
         """Verify items, as `verify` does, in one pass with checked chunks of the logs of other
         sessions. Return the verdicts, and for each chunk what `read` yields or why it failed."""
         for item in items:
-            self._begun.pop(item.session, None)  # a Refeed that was given up
+            self._begun.pop(item.session, None)  # an abandoned Refeed
         with self._spans.measure("verify"):
             readings = [self._begun[item.session].reading for item in reads]
             rows = [
@@ -201,7 +200,7 @@ class Verifier(Opener):
 
     def lend(self, number: int) -> tuple[Sequence[int], Cache, int]:
         """Return a session's log, its cache, in which the rows of all tokens but the last are
-        committed, and the first slot that verification never writes to."""
+        committed, and the first slot beyond those of verification."""
         session = find_session(self._sessions, number)
         return session.log, session.cache, session.own
 
@@ -290,8 +289,8 @@ class Verifier(Opener):
         passed: _Pass,
     ) -> list[Verdict | RequestError]:
         """Return the verdicts with the features that the sessions' drafts read, after those held
-        before; an item may have its own held, too. Verdicts whose drafts read the same are served
-        at once: a gather for each session would cost more than the copying."""
+        before; an item's own features may be held, too. Verdicts whose drafts read the same
+        features are served together: a gather for each session would cost more than the copying."""
         shown = list(verdicts)
         readers: dict[tuple[Reads, bool], list[tuple[int, Verdict]]] = {}
         for place, (item, verdict) in enumerate(zip(items, verdicts, strict=True)):
@@ -351,8 +350,8 @@ def _path(accepted: Sequence[int]) -> list[int]:
 
 
 def tree_paths(tree: TokenTree, root: int) -> Paths:
-    """Return the slots that the rows of a tree attend to, with the root in slot `root` and node i
-    behind it: all slots before, the root, their ancestors, themselves."""
+    """Return the slots to which the rows of a tree attend, with the root in slot `root` and node i
+    after it: all slots before, the root, their ancestors, themselves."""
     paths = [[root]]
     for node, parent in enumerate(tree.parents):
         paths.append([*paths[parent + 1], root + 1 + node])

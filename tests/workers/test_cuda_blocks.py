@@ -169,7 +169,7 @@ def test_a_draft_whose_blocks_cannot_be_multiplied_becomes_fp16_and_that_is_said
     settings = DraftSettings(kind="small", model=str(view_of(file)), device="pretended")
     engine = open_draft_worker(settings, name="draft", threads=1, target="").engine
     assert engine.model.weights == "fp16"
-    assert "is converted to fp16 rather than kept in blocks: " in capsys.readouterr().err
+    assert "is converted to fp16 instead of staying in blocks: " in capsys.readouterr().err
 
 
 @needs_nvrtc

@@ -1,8 +1,6 @@
 """Growth ahead: expanding a draft tree while the target verifies its last proposal, and whether
-that pays.
-
-A node is used if it lies on the path that the target accepts, which has the node's path
-probability: the next root is a node of the pool, and its subtree survives."""
+that pays off. A node is used if it is on the target's path, which has the node's path probability:
+the next root is then a node of the pool, and its subtree survives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ SessionT = TypeVar("SessionT", bound=GrowingSession)
 
 @dataclass
 class _Grown(Generic[SessionT]):
-    """A tree that grows in a pass ahead, and how many rows it had before that pass."""
+    """A tree that grows in a pass ahead, and the number of its rows before the pass."""
 
     place: int
     session: SessionT
@@ -79,14 +77,16 @@ class GrowthAhead:
             if grown.reading.error is None and grown.reading.rows:
                 waiting.passes.append((grown.reading.rows, duration_ns))
         for error in filter(None, (reading.error for reading in readings)):
-            if not is_out_of_memory(error):  # a command may still have room, and reports if not
+            if not is_out_of_memory(
+                error
+            ):  # a command may still have room, and reports an error if not
                 raise error
         return [grown.place for grown in growing]
 
     def _next_pass(
         self, sessions: Sequence[tuple[int, SessionT]], engine: "Grower[SessionT]"
     ) -> list[_Grown[SessionT]]:
-        """Return the trees of a pass that takes little longer than one for a single session: an
+        """Return trees for a pass that takes little longer than one for a single session, since an
         order that arrives meanwhile waits for its end."""
         growing: list[_Grown[SessionT]] = []
         rows = 0

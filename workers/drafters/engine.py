@@ -50,12 +50,12 @@ class Engine(ABC, Generic[SessionT]):
         done."""
 
     def prepare(self, session: SessionT) -> bool:
-        """Precompute a bit of what the next proposals need in any case; return False if there is
-        nothing to do."""
+        """Precompute a little that the next proposals always need; return False if there is nothing
+        to do."""
         return False
 
     def learn(self) -> bool:
-        """Learn a bit from the verdicts; return False if there is nothing to learn from."""
+        """Take a step of learning from verdicts; return False if there is nothing to learn from."""
         return False
 
     def grow_all_ahead(self, sessions: Sequence[SessionT]) -> Sequence[int]:
@@ -75,13 +75,13 @@ class Engine(ABC, Generic[SessionT]):
             raise RequestError("protocol", "features came, but this draft reads none")
 
     def take_features(self, session: SessionT, features: Array) -> None:
-        """Take the features that came with a verdict; the next proposal starts from them."""
+        """Take the features of a verdict, from which the next proposal starts."""
 
     def read(self, session: SessionT, rows: int) -> None:
         """Prefill at most `rows` more rows of the log."""
 
     def rows(self, session: SessionT) -> tuple[int, int]:
-        """Return the number of rows of the log that are prefilled, and that are not."""
+        """Return the numbers of prefilled and of missing rows of the log."""
         return 0, 0
 
     def keep(self, session: SessionT) -> Left:

@@ -1,25 +1,23 @@
 """The engine of a draft head: it reads the target's features, and its own outputs where the target
-has not computed any yet.
+has not computed any yet. Row j of a head consumes the feature of position j and the token of
+position j + 1, has position j, and predicts the token of position j + 2. So of a log of n tokens,
+the last of which is the root, rows 0..n-2 are *true*: their features came from the target, for the
+prompt before the first round, later with each verdict. Row n-2 (the root's token) ranks the root's
+children; a node's row consumes the state of its parent's row instead of a feature. Between rounds
+the cache holds true rows only: guessed rows on the path to the new root are recomputed.
 
-Row j of a head consumes the feature of position j and the token of position j + 1, stands at
-position j, and predicts the token of position j + 2. So of a log of n tokens, the last of which is
-the root, rows 0..n-2 are *true*: their features came from the target, for the prompt before the
-first round, later with each verdict. Row n-2 (the root's token) ranks the root's children; a node's
-row consumes the state of its parent's row instead of a feature. Between rounds the cache holds true
-rows only: guessed rows on the path to the new root are recomputed.
-
-Without growth ahead, each round grows a new tree: there is next to nothing below the new root,
-since what was likely there had been offered and accepted. With a trained Dovetail head (15/8/10, 12
-prompts) the new root had been expanded in 0.6 % of the rounds at temperature 0 and 1.0 % at
-temperature 1; keeping that subtree and ranking its top again gave the same tau (3.44, 2.39) with
-4.21 passes a round instead of 4.22.
+Without growth ahead, each round grows a new tree: there is almost nothing below the new root, since
+likely nodes there had been offered and accepted. With a trained Dovetail head (15/8/10, 12 prompts)
+the new root had been expanded in 0.6 % of the rounds at temperature 0 and 1.0 % at temperature 1;
+keeping that subtree and ranking its top again gave the same tau (3.44, 2.39) with 4.21 passes a
+round instead of 4.22.
 
 With growth ahead, the subtree below the new root is kept. The root's true row is computed and ranks
 its children again; the subtrees of children that remain are reused, though their rows were computed
 from guessed states. They are replaced once the root moves past them.
 
 Beyond the length that a head was trained with, its cache is a sliding window; positions are not
-renumbered, since what it has learned is distances.
+renumbered, since it has learned distances.
 
 The row of a node of a head with a contrast output (Jakiro) also predicts what follows the node's
 children, so the last level of a proposal needs no pass of its own.
@@ -68,7 +66,7 @@ prompts with a Dovetail head of one block, gamma 15, depth 8, width 10: at 0.3 /
 of the head."""
 NOISE_SHARE = 0.75
 """The share of the target's noise that a head adds: the initial value, or the fixed one if the
-sharpening is given. Knowing the target's distribution it would add all of it; but it knows a
+sharpening is given. If it knew the target's distribution, it would add all of it. But it only has a
 mixture of the possible distributions, flatter than each of them, so the best guess of the target's
 argmax(z + noise) adds less. tau at temperature 1, tree 15/8/10, a Dovetail head of one block and
 the embedded target, 24 shipped prompts, with 0 / 0.25 / 0.5 / 0.75 / 1: 4.50 / 4.77 / 4.88 / 4.83 /
@@ -85,7 +83,7 @@ class HeadDrafter(Grower[HeadSession]):
     reads: Reads
     keeps = True
     kept = 0
-    """Keep no more children than an order asks for: what a head grows ahead is guessed from
+    """Keep no more children than an order requests: growth ahead continues from the head's own
     guesses, and children of unlikely tokens are nearly worthless. Simulated with the embedded
     Dovetail head, 32 lowered the rate by 0 to 2 % at two costs of rows and two T_D/T_V."""
     given_up = 0.02
@@ -220,8 +218,8 @@ class HeadDrafter(Grower[HeadSession]):
     def _move_root(
         self, session: HeadSession, path: Sequence[int], root: int | None, width: int
     ) -> None:
-        """Keep the nodes grown ahead below the new root, whose children will be ranked again. The
-        path's rows are replaced by true ones."""
+        """Keep the nodes grown ahead below the new root, whose children will be ranked again. True
+        rows replace those of the path."""
         tree, cache = session.tree, session.cache
         session.contrasts.clear()
         session.survives = root is not None and session.waiting_time.ahead
@@ -230,9 +228,7 @@ class HeadDrafter(Grower[HeadSession]):
             return
         way = tree.rows[[*path, root]].tolist()
         foretold = np.flatnonzero(tree.rows == FORETOLD)
-        tree.ranks[np.isin(tree.parents, foretold)] = (
-            width  # too uncertain to keep: guessed without a row of their parent
-        )
+        tree.ranks[np.isin(tree.parents, foretold)] = width  # too uncertain: parents without rows
         tree.rows[foretold] = NO_ROW
         survivors = tree.move_root(root, width)
         tree.root_expanded = False
@@ -254,8 +250,8 @@ class HeadDrafter(Grower[HeadSession]):
     def _read_true(
         self, session: HeadSession, *, predicted: bool, contrast: bool
     ) -> Generator[Rows, Predicted, Predicted]:
-        """Compute the missing true rows whose tokens are known; if `predicted`, return what the
-        last one predicts."""
+        """Compute the missing true rows whose tokens are known; if `predicted`, return the last
+        one's prediction."""
         last = Predicted(EMPTY, EMPTY, None)
         while count := min(session.fed, len(session.log) - 1) - session.rows:
             count = min(count, CHUNK, session.window)
@@ -265,8 +261,8 @@ class HeadDrafter(Grower[HeadSession]):
         return last
 
     def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Steps:
-        """Compute `nodes` as rows behind those of the tree. Nodes whose parents have predicted what
-        follows them (the contrast output) need no row."""
+        """Compute `nodes` as rows behind those of the tree. Nodes whose next tokens their parents
+        have predicted (the contrast output) need no row."""
         tree, contrasts = session.tree, session.contrasts
         if not contrasts:
             return (yield from self._compute(session, nodes, shape.depth))
@@ -298,8 +294,8 @@ class HeadDrafter(Grower[HeadSession]):
         return rows
 
     def _foretold(self, session: HeadSession, nodes: Nodes) -> NDArray[np.bool_]:
-        """Return [N] which of `nodes` have parents whose contrast output predicted what follows
-        them."""
+        """Return [N] which of `nodes` have next tokens predicted by their parents' contrast
+        output."""
         return np.array(
             [parent in session.contrasts for parent in session.tree.parents[nodes].tolist()]
         )

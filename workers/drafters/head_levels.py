@@ -4,9 +4,8 @@ shapes that a device can capture and replay.
 On a GPU, launching the operations of a one-layer head takes longer than computing them. In fixed
 shapes (`models/backends/device/fixed.py`) they are captured once per number of rows and replayed
 for every level (CUDA graphs): gathering the parents' states, computing, writing the rows' own
-states where their children find them, and ranking the children. If the number of rows follows the
-draft's certainty, so does the graph (HeteroSpec's dynamic computational adaptation, section
-4.3)."""
+states for their children, and ranking the children. If the number of rows follows the draft's
+certainty, so does the graph (HeteroSpec's dynamic computational adaptation, section 4.3)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,13 +62,13 @@ class Level(Rows):
 
     levels: Any  # the `Levels` of its session
     above: Nodes  # [N]: for each row of a tree, the row of `states` that holds its parent's state
-    into: int  # the first row of `states` that the new states are written to
+    into: int  # the first row of `states` for the new states
     contrast: bool = False
 
 
 @dataclass(frozen=True)
 class FreeLevels:
-    """Compute rows in the shape that they have, together with those of other sessions."""
+    """Compute rows in their own shapes, together with those of other sessions."""
 
     ranks: ClassVar[bool] = False  # True if children are ranked where levels are computed
     head: Head
@@ -98,7 +97,7 @@ class FreeLevels:
         )
 
     def take(self, level: Level, found: Predicted) -> None:
-        """Write the states of a level where its children find them."""
+        """Write the states of a level for its children."""
         self.states[level.into : level.into + len(level.tokens)] = found.states
 
 
@@ -198,8 +197,7 @@ class FixedLevels:
         ]
 
     def at(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where rows of `states` are, as a pass reads and writes them: as addresses or row
-        numbers."""
+        """Return the locations of rows of `states` for a pass: addresses or row numbers."""
         return self._address + self._row_bytes * rows if self.placed else rows
 
     def _open(
@@ -211,7 +209,7 @@ class FixedLevels:
         true: bool,
         contrast: bool,
     ) -> FixedPass[LevelInputs, Predicted]:
-        """Capture a pass. `results`: the number of rows whose results are wanted."""
+        """Capture a pass. `results`: the number of rows whose results are requested."""
         head, states, cache = self._head, self._memory, self._cache
         ours, width = head.ours, head.spec.feature_width if true else 0
         scratch = None if ours is None else head.graphs.scratch(cache)
@@ -257,8 +255,8 @@ Asked = Sequence[tuple[Level, FixedLevels]]
 
 
 def _true_rows(asked: Asked, stops: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """Return the inputs of true rows: which feature each one reads, the last row of each level, and
-    where its state goes."""
+    """Return the inputs of true rows: each row's feature, the last row of each level, and the
+    location for its state."""
     above = np.arange(stops[-1])
     into, wanted = np.zeros_like(above), np.zeros_like(above)
     for place, ((level, own), stop) in enumerate(zip(asked, stops, strict=True)):
@@ -267,7 +265,8 @@ def _true_rows(asked: Asked, stops: Sequence[int]) -> dict[str, NDArray[Any]]:
 
 
 def _tree_rows(asked: Asked) -> dict[str, NDArray[Any]]:
-    """Return the inputs of tree rows: the states that they start from, and where their own go."""
+    """Return the inputs of tree rows: the states from which they start, and the locations for their
+    own."""
     (one, own), *more = asked
     above, into = own.at(one.above), own.at(np.arange(one.into, one.into + one.segment.count))
     for one, own in more:
@@ -289,8 +288,8 @@ def open_levels(
     cache: Cache | None = None,
 ) -> tuple[Cache, Levels]:
     """Return a cache of at least `rows` rows for one session, `of_tree` of them for its trees, and
-    what computes its levels: in fixed shapes if `capture` is given. `cache`: a cache to reuse,
-    whose committed rows stay."""
+    the object that computes its levels: in fixed shapes if `capture` is given. `cache`: a cache to
+    reuse, whose committed rows stay."""
     if cache is None:
         cache = head.new_cache(rows)
     else:

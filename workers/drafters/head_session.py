@@ -31,7 +31,7 @@ class HeadSession(GrowingSession):
     window: int
     survives: bool = False  # True if the tree below the root was kept when the root moved
     contrasts: dict[int, Tensor] = field(default_factory=dict)
-    """Pool node (-1: the root) -> logits [V] of what follows its children."""
+    """Pool node (-1: the root) -> logits [V] of the tokens after its children."""
     waiting: list[Tensor] = field(default_factory=list)
     """Features [n, W] of the positions behind the true rows."""
     dropped: int = 0
@@ -65,8 +65,8 @@ class HeadSession(GrowingSession):
         return self.waiting[0][:count]
 
     def true_rows(self, count: int, *, predicted: bool, contrast: bool) -> Rows:
-        """Return the next `count` true rows as part of a pass. `predicted`: return what follows the
-        last one."""
+        """Return the next `count` true rows as part of a pass. `predicted`: also return the last
+        one's prediction."""
         first, cache, features = self.rows, self.cache, self.next_features(count)
         tokens = torch.tensor(self.log[first + 1 : first + 1 + count])
         positions = torch.arange(first, first + count)

@@ -2,8 +2,8 @@
 
 A session holds the model's KV cache. Slots 0..length-1 are rows of the log, followed by the rows of
 the tree's expanded nodes. After a verdict, rows of accepted nodes become rows of the log, rows of
-the surviving subtree stay behind them, and the rest is free. The root is the last token of the log;
-it has a row once it has been expanded. The log and rows of an ended session can be kept for another
+the surviving subtree follow them, and the rest is free. The root is the last token of the log; it
+has a row once it has been expanded. The log and rows of an ended session can be kept for another
 one."""
 
 import time
@@ -40,7 +40,7 @@ temperature 1; sharper scores grow more nodes (388 a round at 0.3, 329 at 1.0)."
 SUBSTITUTE_SHARPENING = 0.2  # the sharpening of a target's own substitute (SubSpec, section 4.2)
 
 Passes = Generator[Rows, Ranked, Ranked]
-"""Yields rows, is sent the results, and returns those of the last rows."""
+"""Yields rows, receives the results, and returns those of the last rows."""
 Steps = Generator[Rows, Ranked, Tensor]
 
 
@@ -56,7 +56,7 @@ class DraftSession(GrowingSession):
         return len(self.log) <= self.room
 
     def within_reach(self, shape: Shape) -> Shape:
-        """`shape`, limited also to the levels that the draft's context has room for."""
+        """`shape`, also limited to the levels for which the draft's context has room."""
         shape = super().within_reach(shape)
         return Shape(shape.nodes, min(shape.depth, self.room - len(self.log) + 1), shape.width)
 

@@ -3,14 +3,14 @@ tokens, in the prompt or in the reply.
 
 Prompt lookup (Saxena, "Prompt lookup decoding", 2023) proposes one continuation; here all earlier
 occurrences of the log's last tokens vote, and the tree follows the votes. An occurrence that
-matches in m tokens gives the token after it a vote of ODDS[m]; all unseen tokens together weigh 1.
-So a token's probability is the sum of its votes over 1 + all votes. One level deeper, the
-occurrences that agreed have matched one more token, and the others have no vote. An occurrence that
-reaches the end of the log continues with its own proposal, so repetition is continued.
+matches in m tokens gives the next token a vote of ODDS[m]; all unseen tokens together weigh 1. So a
+token's probability is the sum of its votes over 1 + all votes. One level deeper, the occurrences
+that agree have matched one more token, and the others have no vote. An occurrence that reaches the
+end of the log continues with its own proposal, so repetition is continued.
 
 The logarithms of the votes are this draft's logits, relative to 0 for unseen tokens, and processors
-that look back are applied to them. Temperature and truncation are not: the text that is looked up
-was sampled under these already. Nor is the noise: these probabilities are too coarse to gain by it
+that look back are applied to them. Temperature and truncation are not, since the earlier text was
+already sampled with them. Nor is the noise: these probabilities are too coarse to gain from it
 (measured at temperature 1: acceptance unchanged, scores two to three times too high).
 
 The tree is grown best first; since there are no passes to save, the policies `dynamic` and `budget`
@@ -34,8 +34,8 @@ from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, 
 SIZES = (4, 3, 2, 1)
 """Lengths of the indexed n-grams; longer matches are found by comparing backwards."""
 OCCURRENCES = 24
-"""At most this many earlier occurrences vote, the longest indexed n-grams first, among these the
-newest."""
+"""At most this many earlier occurrences vote: those of the longest indexed n-grams first, of these
+the newest."""
 ODDS = (0.0, 0.14, 0.75, 0.75, 1.0, 2.0, 2.0, 2.0, 10.0)
 """Odds by the length of the match, the last for all longer ones. Fitted by maximum likelihood
 (rounded) to 11,300 tokens of replies of the embedded target, to the shipped prompts and 72 of other
@@ -43,8 +43,8 @@ kinds, at temperature 0 and 1. Where the last token had occurred before, 5,200 t
 1.0 bit a token."""
 SHARPENING = 1.0
 LEAST = 0.07
-"""The least probability offered if the order has no price: about the share of a one-row pass that
-another row costs the target, where sixteen rows cost two."""
+"""The minimum probability offered if the order has no price: about the cost of another row as a
+share of a one-row pass, if sixteen rows cost two."""
 NEGLIGIBLE = 1e-4  # the least probability ever offered
 
 
@@ -59,8 +59,8 @@ class Index:
         self._older: tuple[list[int], ...] = tuple([] for _ in SIZES)
 
     def occurrences(self) -> Iterator[tuple[int, int]]:
-        """Yield (position, match): where the log's last tokens occurred before the token at
-        `position`, and how many tokens match."""
+        """Yield (position, match) for earlier occurrences of the log's last tokens: the position
+        after them, and the number of matching tokens."""
         self._catch_up()
         found: dict[int, None] = {}
         for size, newest, older in zip(SIZES, self._newest, self._older, strict=True):
@@ -146,7 +146,7 @@ class Lookup(Engine[LookupSession]):
     ) -> Proposal:
         """Append the `accepted` nodes of the last proposal, `bonus` and `more` to the log, and
         propose; candidates found after `deadline_ns` are left out. There are no passes, so only the
-        floor of `price` counts: it stands for LEAST where a rate is given."""
+        floor of `price` counts: with a rate it replaces LEAST."""
         committed = [*(session.offered.tokens[node] for node in accepted), bonus, *more]
         session.log += committed
         session.history.extend(committed)
@@ -208,7 +208,7 @@ class Lookup(Engine[LookupSession]):
         width: int,
         worst: float,
     ) -> Iterator[_Node]:
-        """Yield candidates below `node`, which is taken as node `number` (0: the root), that are no
+        """Yield candidates below `node`, which has the number `number` (0: the root), that are no
         worse than `worst`: best first, numbered from `first` on."""
         if node.path and node.path[-1] in session.history.end:
             return

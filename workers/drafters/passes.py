@@ -1,7 +1,8 @@
 """Passes of a draft over rows of several sessions.
 
-What a session has to compute, of its log or of nodes of its tree, is a `Reading`: a generator that
-yields its rows part by part and is sent the results. Parts of one kind share a pass."""
+The rows that a session must compute, of its log or of nodes of its tree, are a `Reading`: a
+generator that yields its rows part by part and receives the results. Parts of one kind share a
+pass."""
 
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ ResultT = TypeVar("ResultT")
 
 
 Steps = Generator[Any, Any, Tensor]
-"""Yields parts, is sent the result of each, and returns logits [N, V]."""
+"""Yields parts, receives the result of each, and returns logits [N, V]."""
 Compute = Callable[[Sequence[Any]], Sequence[Any]]  # parts of one kind -> the result of each
 
 
@@ -56,9 +57,9 @@ class Reading:
 
 
 def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) -> None:
-    """Compute the next part of each reading that is not over; one that fails does not affect the
-    others. A reading that does not fit into memory even alone fails; the others try again in the
-    next pass, once its memory is freed. `now_ns`: when this began."""
+    """Compute the next part of each unfinished reading; one that fails does not affect the others.
+    A reading that does not fit into memory even alone fails; the others try again in the next pass,
+    once its memory is freed. `now_ns`: when this began."""
     for reading in readings:
         if reading.part is None:
             reading.since_ns = now_ns
@@ -77,7 +78,7 @@ def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) ->
 
 
 def _pass(readings: Sequence[Reading], compute: Compute) -> bool:
-    """Compute a part of each in one pass. If that fails, because of one session or for lack of
+    """Compute a part of each in one pass. If that fails, because of one session or a lack of
     memory, retry each half separately. Return False if there is not enough memory for a single
     one."""
     found: Sequence[Any] | None = None
@@ -120,7 +121,7 @@ class Rows(AskedRows):
 
 
 def wanted_rows(parts: Sequence[Rows]) -> Tensor | None:
-    """Return the indices of the wanted rows of a pass, int64; None: all of them."""
+    """Return the indices of the requested rows of a pass, int64; None: all of them."""
     if all(part.wanted == part.count for part in parts):
         return None
     stops = accumulate(part.count for part in parts)

@@ -211,7 +211,7 @@ class Ranking:
         return likeliest(logits, width, noise=rows, sharpening=sharpening)
 
     def prepare(self, first: int, count: int) -> bool:
-        """Precompute the noise of one of the positions first..first+count-1. Return False if there
-        is none to compute, or the kernels rank, which compute noise themselves."""
+        """Precompute the noise of one of the positions first..first+count-1. Return False if all is
+        computed, or if the kernels rank, which compute noise themselves."""
         self.expected.name()
         return not self.native and self.noise is not None and self.noise.prepare(first, count)

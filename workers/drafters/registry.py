@@ -1,5 +1,5 @@
 """The table of drafters: for each kind of draft, how to open a draft worker from settings. A
-drafter with a model imports torch when it is opened; one without never does."""
+drafter with a model imports torch when it is opened; others never do."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -147,7 +147,7 @@ def _open_folder(wanted: Wanted) -> DraftWorker[Any]:
             "draft.model is empty: name the folder or the hub id of a smaller model of the "
             "target's family or of a head for it, or choose draft.kind 'ngram'"
         )
-    from dovetail.workers.heads.files import classify  # torch comes in here
+    from dovetail.workers.heads.files import classify  # torch is imported here
     from dovetail.workers.heads.registry import setting_of
 
     kind = classify(settings.model, allow_bin=settings.pickled)
@@ -215,7 +215,7 @@ def _small_weights(wanted: Wanted, device: "Device") -> str:
     if not (why_not := against_blocks(device.torch_device)):
         return "stored"
     weights = _fastest(wanted, device)
-    said = f"{wanted.settings.model} is converted to {weights} rather than kept in blocks"
+    said = f"{wanted.settings.model} is converted to {weights} instead of staying in blocks"
     print(f"{wanted.name}: {said}: {why_not}", file=sys.stderr)
     return weights
 

@@ -49,7 +49,7 @@ class WaitingTime:
     """The pause between a proposal and the next order, in which a tree may grow ahead."""
 
     ahead: bool = False  # True if the tree grows ahead
-    width: int = 0  # nodes expanded in a pass, and children of a node that the policies see
+    width: int = 0  # nodes expanded per pass, and visible children per node
     children: int = 0  # children of a node that are kept
     since_ns: int | None = None  # when this pause began; None: there was no proposal yet
     done: bool = False  # True if nothing is left that is worth a pass
@@ -117,13 +117,13 @@ class GrowingSession:
         return self.ranking.children(logits, self.tree, nodes, len(self.log), width, best)
 
     def within_reach(self, shape: Shape) -> Shape:
-        """`shape`, limited to the levels that the sequence has room for (the bonus token takes
+        """`shape`, limited to the levels for which the sequence has room (the bonus token takes
         one)."""
         return Shape(shape.nodes, min(shape.depth, self.capacity - len(self.log) - 1), shape.width)
 
 
 def tree_rows(tree: TreeSettings, *, ahead: bool = False) -> int:
-    """Return the rows of a tree: those that one proposal can expand, and as many that survive from
-    the last one; several times that with growth ahead."""
+    """Return the rows of a tree: those that one proposal can expand, and as many from the last one;
+    several times that with growth ahead."""
     proposal = max(min(tree.width, tree.most_nodes) * tree.most_levels, tree.most_nodes)
     return min((PROPOSALS_AHEAD if ahead else 2) * proposal, MAX_TREE_ROWS)

@@ -2,12 +2,11 @@
 target's own KV cache (SubSpec, section 4.1).
 
 A session's cache is the target's: slots 0..n-2 hold the committed rows of a log of n tokens, as
-computed by the target. Verification writes behind them; the draft's rows - the root's, then those
-of the tree's expanded nodes - lie behind everything that verification can write to, so neither
-overwrites the other. When the root moves, the rows of accepted nodes are freed, since the target's
-rows have replaced them, and those of the surviving subtree move together. Only the target prefills
-the prompt. States of recurrent layers stay the target's, and the draft's rows have factors of their
-own.
+computed by the target. Verification writes after them; the draft's rows - the root's, then those of
+the tree's expanded nodes - come after all slots of verification, so neither overwrites the other.
+When the root moves, the rows of accepted nodes are freed, since the target's rows have replaced
+them, and those of the surviving subtree move together. Only the target prefills the prompt. States
+of recurrent layers stay the target's, and the draft's rows have factors of their own.
 
 The two models never run at the same time; `unified.py` ensures that."""
 
@@ -35,11 +34,11 @@ from dovetail.workers.speculation.proposal import Order, Shape
 
 @dataclass(frozen=True)
 class Lent:
-    """A session of the target, as lent to the draft."""
+    """A session of the target that the draft uses."""
 
     log: Sequence[int]
     cache: Cache
-    """The target's cache in the form that the substitute's layers take, with the rows of the log
+    """The target's cache in the form for the substitute's layers, with all rows of the log
     committed except the last token's."""
     first: int  # the draft's first slot
 
@@ -50,7 +49,7 @@ Borrow = Callable[[int], Lent]
 
 @dataclass(kw_only=True)
 class SharedSession(DraftSession):
-    number: int = -1  # the number by which coordinator and target know the session
+    number: int = -1  # the session's number at coordinator and target
     first: int = 0  # slot of the root's row; rows of the tree follow it
     own: int  # number of slots from there on
     rooted: bool = False  # True if the root has a row
@@ -68,7 +67,7 @@ class SharedSession(DraftSession):
 
     @property
     def over(self) -> Cache:
-        """The target's cache as the draft computes over it."""
+        """The target's cache for the draft."""
         if self.states is None:
             return self.cache
         over = copy.copy(self.cache)
@@ -109,7 +108,7 @@ class SharedDrafter(Drafter):
         )
 
     def _begin(self, place: int, order: Order[DraftSession]) -> Growth[DraftSession]:
-        """Begin as `Drafter` does, from the rows that the target has committed meanwhile. Raises
+        """Begin like `Drafter`, from the rows that the target has committed meanwhile. Raises
         `RequestError` if they are missing."""
         session = order.session
         assert isinstance(session, SharedSession)
@@ -187,7 +186,7 @@ class SharedDrafter(Drafter):
         return logits
 
     def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Steps:
-        """Compute nodes, as rows behind those of the tree; each attends to the committed rows, the
+        """Compute nodes, as rows after those of the tree; each attends to the committed rows, the
         root, its ancestors and itself."""
         assert isinstance(session, SharedSession)
         tree, position, start = session.tree, len(session.log) - 1, session.first + 1

@@ -27,8 +27,8 @@ SessionT = TypeVar("SessionT", bound=GrowingSession)
 
 
 class Pass(NamedTuple):
-    """One pass as a session sees it: how many nodes joined its pool, how many rows were computed
-    (of all sessions), and when it began and ended."""
+    """One pass for a session: nodes added to its pool, rows computed (of all sessions), start and
+    end."""
 
     added: int
     rows: int
@@ -48,7 +48,7 @@ class Wanted:
 class Growth(Generic[SessionT]):
     """The tree of one session while its order is carried out."""
 
-    place: int  # the place of its order among those that came together
+    place: int  # the place of its order in the command
     session: SessionT
     shape: Shape
     deadline_ns: int | None
@@ -66,8 +66,8 @@ class Growth(Generic[SessionT]):
         self._offer = self._left_out = NO_NODES
 
     def look(self, engine: "Grower[SessionT]") -> bool:
-        """Find what the next pass may expand; return False if the tree is done. Nodes are left out
-        if there are no rows left, or if they were not worth it the last time."""
+        """Find nodes for the next pass; return False if the tree is done. Nodes are left out if no
+        rows are left, or if they were not worth it last time."""
         session = self.session
         for offer in self._offers:
             at_root, free = offer[0] == ROOT, session.free_rows
@@ -130,13 +130,13 @@ class SideBySide(Generic[SessionT]):
             return False
 
     def _choose(self, growths: Sequence[Growth[SessionT]]) -> None:
-        """Choose what the next pass expands, weighing the rows of all trees together."""
+        """Choose the nodes of the next pass, with the cost of the rows of all trees."""
         wanted = [growth.wanted for growth in growths if growth.wanted is not None]
         for growth, count in zip(growths, worth_together(wanted, self.times), strict=True):
             growth.choose(count, self.engine)
 
     def _pass(self, growths: Sequence[Growth[SessionT]]) -> list[Growth[SessionT]]:
-        """Make a pass that an order waits for; only these have spans. Return the growths whose
+        """Make a pass for which an order waits; only these have spans. Return the growths whose
         deadlines have passed at its end."""
         readings = [growth.reading for growth in growths if growth.reading is not None]
         at_root = all(reading.nodes[0] == ROOT for reading in readings)
@@ -166,7 +166,7 @@ class SideBySide(Generic[SessionT]):
         return growth.error is None
 
     def _note(self, done: Sequence[Growth[SessionT]], end_ns: int) -> list[Growth[SessionT]]:
-        """Note when the passes of these ended, and return those past their deadlines."""
+        """Record the end of the pass for these growths, and return those past their deadlines."""
         for growth in done:
             growth.passes[-1] = growth.passes[-1]._replace(end_ns=end_ns)
         for rows, start_ns in {

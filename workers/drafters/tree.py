@@ -2,9 +2,9 @@
 children, and the move of the root.
 
 The policy (`speculation/policies.py`) chooses which nodes are expanded and offered. The engine
-computes the rows of the log and of nodes, and decides what survives of a tree when its root moves:
-`model.py` with a small model, `head.py` with a draft head. Proposals never change the output, only
-its speed."""
+computes the rows of the log and of nodes, and decides which part of a tree survives a move of the
+root: `model.py` with a small model, `head.py` with a draft head. Proposals never change the output,
+only its speed."""
 
 import math
 import time
@@ -45,7 +45,7 @@ class Grower(Engine[SessionT]):
     """Drafts for sessions, one pass at a time, which several of them share."""
 
     kept: int = 32
-    """With growth ahead, the fewest children kept of a node; those beyond the width are hidden from
+    """With growth ahead, the fewest children kept per node; those beyond the width are hidden from
     the policies, but one may become the next root. With the embedded small model, in 19 %
     (temperature 0) and 23 % (1) of the rounds the target's choice after the accepted nodes was
     among 32 and not among 10."""
@@ -147,7 +147,7 @@ class Grower(Engine[SessionT]):
         return Growth(place, session, shape, order.deadline_ns, hit, unused, waited)
 
     def _end(self, growth: Growth[SessionT]) -> Proposal:
-        """Propose what has grown. There is no tree without children of the root."""
+        """Propose the grown tree, which is empty without children of the root."""
         session, waited = growth.session, growth.waited
         if not session.tree.root_expanded:
             session.tree.clear()
@@ -168,9 +168,9 @@ class Grower(Engine[SessionT]):
 
     @torch.inference_mode()
     def grow_all_ahead(self, sessions: Sequence[SessionT]) -> Sequence[int]:
-        """In one pass, expand what the next proposals of these sessions will most likely use, for
-        the first ones that fit into it; return their places. Empty: the last orders did not ask for
-        it, or nothing is worth it."""
+        """In one pass, expand the nodes that the next proposals of these sessions will most likely
+        use, for the first ones that fit; return their places. Empty: the last orders did not
+        request it, or nothing is worth a pass."""
         return self._ahead.grow(
             [
                 (place, session)
@@ -181,7 +181,7 @@ class Grower(Engine[SessionT]):
         )
 
     def _may_grow_ahead(self, session: SessionT) -> bool:
-        """Return whether a tree may grow ahead now, if the order asked for it."""
+        """Return whether a tree may grow ahead now, if the order requested it."""
         return True
 
     def _tree_rows(self, sampling: Sampling, tree: TreeSettings) -> int:
@@ -190,8 +190,8 @@ class Grower(Engine[SessionT]):
         return tree_rows(tree, ahead=self._rows_for_ahead and not sampling.rejects)
 
     def prepare(self, session: SessionT) -> bool:
-        """Precompute the noise of one more position that coming proposals need; return False if
-        there is none left."""
+        """Precompute the noise of one more position for the next proposals; return False if none is
+        left."""
         first = len(session.log)
         # a proposal covers `depth` positions, and the next one begins up to `depth` + 1 later
         return session.readable and session.ranking.prepare(
@@ -205,8 +205,8 @@ class Grower(Engine[SessionT]):
     def _move_root(
         self, session: SessionT, path: Sequence[int], root: int | None, width: int
     ) -> None:
-        """Keep the part of the tree below `root`, the node behind the committed `path` (pool
-        nodes), with at most `width` children a node. None: keep nothing."""
+        """Keep the part of the tree below `root`, the node after the committed `path` (pool nodes),
+        with at most `width` children per node. None: keep nothing."""
 
     @abstractmethod
     def _read_log(self, session: SessionT, shape: Shape) -> Steps:
@@ -222,7 +222,7 @@ class Grower(Engine[SessionT]):
         each."""
 
     def steps(self, session: SessionT, nodes: Nodes, shape: Shape) -> Steps:
-        """Compute the logits [N, V] after `nodes`; the root (-1) comes alone."""
+        """Compute the logits [N, V] after `nodes`; the root (-1) is always alone."""
         at_root = nodes[0] == ROOT
         return (
             self._read_log(session, shape) if at_root else self._read_nodes(session, nodes, shape)
@@ -233,7 +233,7 @@ class Grower(Engine[SessionT]):
         return self.steps(session, nodes, Shape(0, 0, session.waiting_time.width))
 
     def take(self, session: SessionT, reading: Reading) -> int:
-        """Add the children of the nodes that were computed to the tree; return how many."""
+        """Add the children of the computed nodes to the tree; return how many."""
         assert reading.logits is not None
         return self._add_children(
             session, reading.logits, reading.nodes, session.waiting_time.children
@@ -249,9 +249,9 @@ class Grower(Engine[SessionT]):
         return np.arange(1, len(nodes) + 1)
 
     def _follow(self, session: SessionT, tokens: Sequence[int], width: int) -> tuple[bool, int]:
-        """Append the committed tokens to the log and move the root along them, as far as they are
-        in the tree. Return whether the new root was in the tree, and how many nodes were neither in
-        the last proposal nor on the path."""
+        """Append the committed tokens to the log, and move the root along them as far as the tree
+        contains them. Return whether the new root was in the tree, and how many nodes were neither
+        in the last proposal nor on the path."""
         tree = session.tree
         way = self._way(session, tokens)
         session.log += tokens

@@ -28,9 +28,9 @@ Opened = DraftWorker[Any]
 def open_where_it_fits(
     name: str, opened: Callable[[str], Opened], remember: Callable[[str, str], None]
 ) -> Opened:
-    """Return the draft worker from `opened`, which takes the name of a device: the first GPU if it
-    can draft there, else the CPU. `remember`: called with the GPU and why it does not draft (empty:
-    it does). Raises `UserError` if the CPU cannot draft either."""
+    """Return the draft worker that `opened` makes for the name of a device: the first GPU if it can
+    draft there, else the CPU. `remember`: called with the GPU and the reason why it does not draft
+    (empty: it does). Raises `UserError` if the CPU cannot draft either."""
     if (device := first_device()) == CPU:
         return opened(CPU)
     try:
@@ -49,14 +49,14 @@ def open_where_it_fits(
 
 
 def fall_key(settings: DraftSettings, target: str, device: Device) -> tuple[str, ...]:
-    """Return the key of a fallback to the CPU: the GPU, and the draft as it was configured.
-    `target`: the folder or hub id of its target."""
+    """Return the key of a fallback to the CPU: the GPU, and the draft's configuration. `target`:
+    the folder or hub id of its target."""
     driver = device.kind.driver(device.torch_device)
     return (device.library, driver, settings.model or settings.kind, target, settings.weights)
 
 
 def remember_fall(profile: Path | None, key: tuple[str, ...], why: str) -> None:
-    """Note why a draft fell back to the CPU; empty: the GPU drafts."""
+    """Store why a draft fell back to the CPU; empty: the GPU drafts."""
     if profile is not None and load_profile(profile).fall_of(key) != why:
         rewrite_profile(profile, lambda known: known.holding(DraftFall(key=key, why=why)))
 

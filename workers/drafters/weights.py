@@ -43,11 +43,11 @@ ORDERS = {
     "fp32": ("fp16", "bf16", "fp32"),
 }
 """Type of a checkpoint -> the types that its weights may get, in order of preference."""
-MARGIN = 1.1  # a type replaces an earlier one if that one takes this many times as long
+MARGIN = 1.1  # a type replaces a preferred one that takes this many times as long
 TOLERANCE = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-5}
 """The largest error of a product as a share of the largest result: a few roundings of the inputs,
 which have 11, 8 and 24 bits."""
-COUNTED_SHAPE = (64, 128)  # [out, in] of matrices whose time is counted rather than measured
+COUNTED_SHAPE = (64, 128)  # [out, in] of the timed matrices
 OVERFLOWS = "the model's numbers overflow it"
 TOKENS = 64  # tokens of the trial of a model in fp16
 _KNOWN: dict[tuple[str, ...], TypeTimes] = {}  # this process's times by key
@@ -151,7 +151,7 @@ def _product(kind: Kind, weight: Tensor, device: torch.device) -> Product:
 
 
 def _key(device: Device) -> tuple[str, ...]:
-    """Return all that determines how long products take."""
+    """Return everything that determines the times of products."""
     products = choice_on(device.torch_device)
     program = "torch's" if products is None else products.functions(SOURCE)
     own = program if isinstance(program, str) else program.key

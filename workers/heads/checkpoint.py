@@ -89,7 +89,7 @@ class _Target:
                     f"{name} is {stored.kind} {list(stored.shape)}, not a matrix of floats, which "
                     "a draft head needs from its target"
                 )
-                raise CheckpointError(f"{source}: {found}; take weights that are stored as floats")
+                raise CheckpointError(f"{source}: {found}; use weights that are stored as floats")
         rows, width = self._stored[self._embedding].shape
         layers = config.get("num_hidden_layers") or config.get("n_layer")
         if type(layers) is not int or layers < 1:
@@ -154,8 +154,8 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
 
 
 def _names(kind: HeadKind, names: Iterable[str]) -> dict[str, str]:
-    """Return each tensor's name in the checkpoint by the name that its kind uses. Raises
-    `MisfitError` if two names mean the same tensor."""
+    """Return each tensor's name in the checkpoint by its kind's name for it. Raises `MisfitError`
+    if two names mean the same tensor."""
     found: dict[str, str] = {}
     for name in names:
         plain = kind.rename(plain_name(name))
@@ -186,7 +186,7 @@ def _refuse_types(types: Mapping[str, torch.dtype | None]) -> None:
 def _feature_type(
     weights: str, files: HeadFiles, target: _Target
 ) -> Literal["float16", "bfloat16"]:
-    """Return the type asked for, else that of the head's matrices, else the target's: residual
+    """Return the requested type, else that of the head's matrices, else the target's: residual
     streams of a bf16 model can exceed fp16."""
     if weights in ("fp16", "bf16"):
         return "float16" if weights == "fp16" else "bfloat16"

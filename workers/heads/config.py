@@ -1,7 +1,7 @@
 """The config.json of a draft head: every key that all kinds share, with its type and range.
 
 A null or empty value counts as missing, since transformers writes those; unknown keys are ignored.
-Knows neither the tensors nor the target."""
+Independent of tensors and target."""
 
 import reprlib
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ Outputs = Annotated[
 
 
 class MisfitError(Exception):
-    """What is wrong with a head: a sentence without its subject, the checkpoint, which the caller
+    """An error of a head: a sentence without its subject, the checkpoint, which the caller
     prepends."""
 
 

@@ -60,9 +60,9 @@ class Dovetail(HeadKind):
 
 
 def _gated(parts: "HeadParts") -> "Fusion":
-    """Return the dynamic gating fusion: z h1 + (1 - z) h2 of the feature's h1 and the embedding's
-    h2, with z the sigmoid of a matrix over both. The norm of the embedding and the SiLU on h2 are
-    not in the paper (section 3.2), but its weights were trained with them."""
+    """Return the dynamic gating fusion: z h1 + (1 - z) h2 with h1 from the feature, h2 from the
+    embedding, and z the sigmoid of a matrix over both. The norm of the embedding and the SiLU on h2
+    are not in the paper (section 3.2), but its weights were trained with them."""
     import torch
     from torch.nn.functional import silu
 

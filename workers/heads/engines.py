@@ -40,7 +40,7 @@ from dovetail.workers.models.segment import Cache, Segment
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LEAST_ANGLES = 1024  # positions whose angles are computed at first; the table grows on demand
 Run = Callable[[Any, Tensor, Tensor | None], None]
-"""A layer, in place: (the rows of a pass, states [T, H], what attention reads instead of the
+"""A layer, in place: (the rows of a pass, states [T, H], input of attention in place of the
 states)."""
 
 
@@ -64,7 +64,7 @@ class HeadLayer:
         self, states: Tensor, seen: Any, rows: Tensor | None = None, given: Tensor | None = None
     ) -> Tensor:
         """Return the states [R, H] after the layer for the selected `rows` of states [T, H] (None:
-        all), which are overwritten. `given`: what attention reads instead of the states."""
+        all), which are overwritten. `given`: the input of attention in place of the states."""
         self.attend(seen, states, given)
         states = states if rows is None else states[rows]
         if self.behind is not None and len(states):
@@ -199,7 +199,7 @@ class HeadKernels(KernelEngine):
 
 @dataclass(frozen=True)
 class _Shape:
-    """The outputs and inputs of a matrix: all that the plan of a layer on a device needs of it."""
+    """The outputs and inputs of a matrix, for the plan of a layer on a device."""
 
     n: int
     k: int
@@ -282,4 +282,4 @@ class HeadTorch(TorchEngine):
 
 
 HeadEngine = HeadKernels | HeadTorch
-"""What computes a head. States are fp32."""
+"""The interface of an engine. States are fp32."""

@@ -27,7 +27,7 @@ PICKLED_REMEDY = "set draft.pickled = true if you trust it, or convert it to saf
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """The tensors in a head's folder, under the names that they have there."""
+    """The tensors in a head's folder, under their names there."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -96,8 +96,8 @@ def _open_pickled(folder: Path, config: Mapping[str, Any], allow_bin: bool) -> H
         Exception
     ) as error:  # any error of the unpickler; its message may advise to execute the content
         raise CheckpointError(
-            f"{file} cannot be read as plain tensors ({type(error).__name__}); take a head "
-            "that is saved as safetensors"
+            f"{file} cannot be read as plain tensors ({type(error).__name__}); use a head that is "
+            "saved as safetensors"
         ) from None
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()

@@ -1,10 +1,9 @@
 """A draft head, ready to compute: EAGLE-1/2, EAGLE-3, Dovetail, Jakiro and Jakiro*, each from its
 public checkpoint.
 
-Row j of a head takes the feature of position j and the token of position j + 1, stands at rotary
-position j, and predicts the token of position j + 2. A feature is the target's, or the head's own
-output for its previous row. Logits are over the target's vocabulary. Knows rows, positions and
-slots; nothing of trees or sampling."""
+Row j of a head takes the feature of position j and the token of position j + 1, has rotary position
+j, and predicts the token of position j + 2. A feature is the target's, or the head's own output for
+its previous row. Logits are over the target's vocabulary. Independent of trees and sampling."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,13 +52,13 @@ class Predicted:
     vocabulary."""
     states: Tensor  # [R, H]: the recurrent states, which are the features of the next step
     contrast: Tensor | None
-    """float32 [R, V], if asked for and available: logits of the token after the one that a row
+    """float32 [R, V], if requested and available: logits of the token after the one that a row
     predicts."""
     best: Fetched | None = None  # the children as ranked by a device; None: the host ranks
 
 
 class Head:
-    """A head on one device; T rows of a pass, R rows asked for, V the target's vocabulary, H the
+    """A head on one device; T rows of a pass, R requested rows, V the target's vocabulary, H the
     head's width, W the width of a feature."""
 
     def __init__(

@@ -3,8 +3,8 @@ each row, weighted by a router.
 
 Jakiro (no star) also subtracts them (the contrast), which predicts one token further; in Jakiro*
 each of the two predicts separately, and drafting uses the exact mixture of their distributions.
-With more than two experts the router's two first choices count, as in Mixtral. All experts are
-computed as one wide MLP whose middle is weighted expert by expert, so any number of them costs two
+With more than two experts, the router's first two choices count, as in Mixtral. All experts are
+computed as one wide MLP whose middle is weighted by expert, so any number of them costs two
 matrices."""
 
 from abc import abstractmethod
@@ -95,7 +95,7 @@ class _Mixed(HeadKind):
 
     @abstractmethod
     def outcome(self, inputs: "Inputs", states: "Tensor", mixture: "Mixture") -> "Outcome":
-        """Return what the output head reads, from the states [R, H] after the attention."""
+        """Return the input of the output head, from the states [R, H] after the attention."""
 
 
 class Jakiro(_Mixed):
@@ -143,9 +143,9 @@ class Mixture:
         """[R, E]: shares of the experts in the mixture; 0 for all but two."""
 
     def signed(self) -> "Tensor":
-        """Return the shares [R, E] in the contrast; the weaker one by the gate's last two outputs
-        is negative. They belong to experts 0 and 1 if there are only two, otherwise to the router's
-        first and second choice."""
+        """Return the shares [R, E] in the contrast; that of the weaker expert, by the gate's last
+        two outputs, is negative. They belong to experts 0 and 1 if there are only two, otherwise to
+        the router's first and second choice."""
         experts = self.shares.shape[1]
         weights = self._gate[:, experts:].float().softmax(dim=-1)
         signs = (weights >= weights.flip(-1)) * 2.0 - 1.0

@@ -112,7 +112,7 @@ class HeadKind(ABC):
         ]
 
     def mlp_group(self, spec: Any, layer: str) -> Group:
-        """Return the MLP of a decoder layer, or what replaces it."""
+        """Return the MLP of a decoder layer, or its replacement."""
         return gated_mlp(spec, layer)
 
     @abstractmethod

@@ -27,8 +27,8 @@ KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.I
 
 def pack_matrix(weight: Tensor, bias: Tensor | None, weights: str) -> PackedMatrix:
     """Return weight [out, in] in the kernels' layout, as `weights`; `auto` is the stored type. int8
-    has a scale for each 32 inputs, of weights and rows both, if the number of inputs is a multiple
-    of 32: this gives a head a fifth more tokens a round than one scale a row."""
+    has a scale for every 32 inputs, in weights and in rows, if the number of inputs is a multiple
+    of 32: this gives a head a fifth more tokens per round than one scale per row."""
     if weights == "int4":
         return pack_codes([nearest_codes(weight)], [bias])
     if weights == "int8" and weight.shape[1] % WIDTH == 0:
@@ -38,7 +38,7 @@ def pack_matrix(weight: Tensor, bias: Tensor | None, weights: str) -> PackedMatr
 
 
 def _by_rows(weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedMatrix:
-    """Return a matrix of one of the kernels' plain kinds; int8 has one scale a row."""
+    """Return a matrix of one of the kernels' plain kinds; int8 has one scale per row."""
     own = None if bias is None else bias.float().contiguous()
     matrix = PackedMatrix(kind, *weight.shape, bias=own)
     pack_rows(matrix, weight)
@@ -63,7 +63,7 @@ def device_product(
     weight: Tensor, bias: Tensor | None, weights: str, device: torch.device, *, exact: bool = False
 ) -> Product:
     """Return the product with weight [out, in] as `weights` on a device; rows are fp32 before and
-    after. `exact`: rows meet 16-bit weights in fp32; otherwise torch's product may narrow them, and
+    after. `exact`: products with 16-bit weights are in fp32; otherwise torch may round rows, and
     numbers beyond fp16 become infinite."""
     products, bias = choice_on(device), None if bias is None else bias.float()
     if weights == "int4":

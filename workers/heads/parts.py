@@ -1,8 +1,6 @@
-"""The parts of heads' forward passes: inputs, outputs, and how matrices, norms and layers are taken
-from a checkpoint.
-
-T rows of a pass, R rows asked for, V the target's vocabulary, H the head's width, W the width of a
-feature."""
+"""The parts of heads' forward passes: inputs, outputs, and the matrices, norms and layers of a
+checkpoint. T rows of a pass, R requested rows, V the target's vocabulary, H the head's width, W the
+width of a feature."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ class HeadCheckpoint:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the layers pass on to the output head."""
+    """The results of the layers for the output head."""
 
     states: Tensor  # [R, H]: the recurrent states
     branches: tuple[Tensor, ...]  # [R, H] each: the states that the output head reads
@@ -66,12 +64,12 @@ class Inputs:
 
     @staticmethod
     def outcome(states: Tensor, *branches: Tensor, **more: Tensor | None) -> Outcome:
-        """Return what the output head reads: `branches`, or the states themselves."""
+        """Return the input of the output head: `branches`, or the states themselves."""
         return Outcome(states, branches or (states,), **more)
 
 
 Body = Callable[[Inputs], Outcome]
-"""The forward pass of a kind, from embedded tokens and features to what the output head reads."""
+"""The forward pass of a kind, from embedded tokens and features to the input of the output head."""
 Fusion = Callable[[Tensor, Tensor], Tensor]
 """Embedded tokens [T, H] and features [T, H] -> the input of the first layer [T, H]."""
 
@@ -108,7 +106,7 @@ class HeadParts:
 
     def exact(self, name: str) -> Product:
         """Return the product with a small matrix that is never quantised, because rounding could
-        flip what it decides."""
+        flip a decision."""
         weight = self.checkpoint.tensors[f"{name}.weight"].to(self.engine.device, torch.float32)
         return lambda x: linear(x, weight)
 
@@ -128,7 +126,8 @@ class HeadParts:
         self, layer: str, index: int = 0, *, normed: bool = False, mlp: bool = True, given: int = 0
     ) -> HeadLayer:
         """Return a Llama decoder layer. `normed`: with a norm before its attention; `mlp`: False if
-        the head replaces it; `given`: the width of what attention reads instead of the states."""
+        the head replaces it; `given`: the width of the input of attention in place of the
+        states."""
         head = self.checkpoint.spec
         norms = self.tensor(f"{layer}self_attn.q_norm.weight") is not None
         spec = LayerSpec(

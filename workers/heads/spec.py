@@ -13,7 +13,7 @@ Shapes = Mapping[str, Shape]
 FeatureType = Literal["float16", "bfloat16"]
 
 IGNORED = re.compile(r".*rotary_emb\.inv_freq")
-"""Buffers of old transformers versions, which follow from config.json."""
+"""Buffers of old transformers versions, which can be derived from config.json."""
 EXPERTS = "layers.0.mlp_moe"  # the module of a head's experts
 NAMED = 8  # the most tensors named in an error; a checkpoint of another kind would fill a page
 LONGEST_NAME = 100  # longer names of tensors are truncated to this many characters
@@ -21,7 +21,7 @@ LONGEST_NAME = 100  # longer names of tensors are truncated to this many charact
 
 @dataclass(frozen=True)
 class TargetShape:
-    """The target that a head has to fit."""
+    """The target that a head must fit."""
 
     name: str
     width: int  # width of its hidden state
@@ -31,7 +31,7 @@ class TargetShape:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSpec:
-    """A complete head except its weights. Kinds with further numbers have a subclass."""
+    """A complete head except for its weights. Kinds with further numbers have a subclass."""
 
     kind: str
     blocks: int = 1  # decoder layers

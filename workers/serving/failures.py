@@ -1,5 +1,5 @@
-"""Turns failures inside a worker into answers. A worker survives the failure of a command: a
-session that needs too much memory, or a bug of ours. Knows exceptions, not commands."""
+"""Turns failures inside a worker into answers. A worker survives the failure of a command, such as
+a session that needs too much memory, or a bug."""
 
 import sys
 import traceback
@@ -52,16 +52,14 @@ def _line(error: Exception) -> str:
 
 
 def subject(message: Command | Event) -> dict[str, int | None]:
-    """Return the session and the round that a message is about; None for each that does not
-    apply."""
+    """Return the session and the round of a message; None for each that does not apply."""
     items: Sequence[Any] = getattr(message, "items", ()) or (getattr(message, "item", message),)
     about = items[0] if len(items) == 1 else message
     return {"session": getattr(about, "session", None), "round": getattr(about, "round", None)}
 
 
 def failed_events(command: Command, epoch: int, error: RequestError) -> list[Event]:
-    """Return a Failed for every session that a command is about, or a single one if it is about
-    none."""
+    """Return a Failed for every session of a command, or a single one if it has none."""
     subjects: list[tuple[int | None, int | None]] = [(None, None)]
     match command:
         case Verify():

@@ -16,8 +16,8 @@ TELL_EVERY_S = 0.25
 
 
 class Telling:
-    """Sends how many bytes have been checked or loaded, a few times a second. A coordinator that
-    has gone is noticed only when the worker registers."""
+    """Sends the number of bytes checked or loaded, a few times a second. The loss of the
+    coordinator is noticed only at registration."""
 
     def __init__(
         self,

@@ -28,7 +28,8 @@ from dovetail.workers.sessions.prefix_cache import affordable_tokens, room_token
 from dovetail.workers.target import Identity, TargetWorker
 
 MOST_WORDS = 200
-"""The most characters of summaries about why torch computes a model; the log has the full text."""
+"""The most characters of the reason why torch computes a model, in summaries; the log has the full
+text."""
 UNLIMITED = MemorySettings()
 
 
@@ -67,8 +68,8 @@ def open_target_worker(
         if spread is not None or not device.is_cpu:
             raise SettingsError(
                 "target.numa = 'shard' is for a target that the CPU computes alone, but a device "
-                "computes a part of this one: leave it out, or target.device, target.split and "
-                "target.prefill"
+                "computes a part of this one: leave out either it or target.device, target.split "
+                "and target.prefill"
             )
         begin_shards(shards)
     model = load_language_model(
@@ -129,7 +130,7 @@ def _identity(
 
 
 def _room_tokens(spread: Spread | None, device: Device, model: LanguageModel) -> int | None:
-    """Return how many tokens of all sessions fit into memory; None: not known."""
+    """Return how many tokens of all sessions fit into memory; None: unknown."""
     cache = model.new_cache(0)
     if spread is None or not spread.gpus:
         return room_tokens(device.free_bytes(), cache.row_bytes)
@@ -142,8 +143,8 @@ def _room_tokens(spread: Spread | None, device: Device, model: LanguageModel) ->
 
 
 def _told_library(settings: TargetSettings, name: str, device: Device, model: LanguageModel) -> str:
-    """Report on stderr why torch and not the kernels computes a model, and return that for
-    summaries; empty if the kernels do, or if the settings ask for torch."""
+    """Report on stderr why torch instead of the kernels computes a model, and return the reason for
+    summaries; empty if the kernels do, or if the settings require torch."""
     if not device.is_cpu or (settings.backend, model.backend) != ("auto", "library"):
         return ""
     why = f"because {model.choice}"
@@ -154,8 +155,8 @@ def _told_library(settings: TargetSettings, name: str, device: Device, model: La
 def _fingerprint(
     settings: TargetSettings, model: LanguageModel, device: Device, spread: Spread | None
 ) -> Fingerprint:
-    """Return the fingerprint, which is equal for workers that compute the same bytes: the kernels
-    do with any instruction set and number of threads, torch does not."""
+    """Return the fingerprint, which is equal for workers that compute the same bytes. With the
+    kernels, bytes do not depend on instruction set and number of threads; with torch they do."""
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
     others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
     if settings.weights == "int4":

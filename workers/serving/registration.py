@@ -1,4 +1,4 @@
-"""The registration of a worker with its coordinator, and the search for one that has gone."""
+"""The registration of a worker with its coordinator, and reconnecting after a loss."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from dovetail.workers.sessions.prefix_cache import KeptSessions
 
 EPOCH_BITS = 62
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
-"""The pause between two attempts to reach a coordinator that has gone: at first, and at most.
+"""The pause between two attempts to reach a lost coordinator: the first one and the longest.
 Sessions wait half a minute or longer (coordinator.recovery_s)."""
 
 
@@ -37,15 +37,14 @@ class Worker(Protocol):
         """The number of open sessions."""
 
     def hello(self, epoch: int) -> Hello:
-        """Return the registration; `epoch` is this worker's own and goes into every event."""
+        """Return the registration; `epoch` is this worker's and part of every event."""
 
     def handle(self, command: Command) -> Iterable[Event]:
         """Carry out a command and yield its answers: several if it has parts, each as soon as it is
         done; none if it was stale."""
 
     def idle(self) -> bool:
-        """Do one bit of background work, about a millisecond; return False if nothing is left to
-        do."""
+        """Do about a millisecond of background work; return False if nothing is left to do."""
 
     def suspend(self) -> KeptSessions[Any]:
         """Close every session because their coordinator is lost. Return their rows and the kept
@@ -54,7 +53,7 @@ class Worker(Protocol):
 
 @dataclass(frozen=True)
 class Reconnecting:
-    """The search for a coordinator that has gone."""
+    """Attempts to reach a lost coordinator."""
 
     connect: Callable[[], Link]  # return a new link; raise `LinkClosed` if there is no answer
     most_s: float
@@ -76,14 +75,14 @@ class Listener(Protocol):
 
 @dataclass
 class Standing:
-    """The facts about a worker that it does not know itself."""
+    """The facts about a worker that others provide."""
 
     binding: str
     standby: bool
     load_s: float
     listener: Listener | None = None
     served: int | None = None
-    """The epoch of the coordinator that has gone, whose sessions' rows are in `kept`."""
+    """The epoch of the lost coordinator, whose sessions' rows are in `kept`."""
     kept: KeptSessions[Any] | None = None
     answer_s: float = ANSWER_S  # how long to wait for the coordinator's answer to Hello
 
@@ -100,7 +99,7 @@ class Standing:
         return worker.hello(epoch).model_copy(update=own)
 
     def suspend(self, worker: Worker, served: int) -> None:
-        """Have the worker keep what it can of the sessions of a coordinator that has gone."""
+        """Make the worker keep what it can of the lost coordinator's sessions."""
         self.served, self.kept = served, worker.suspend()
 
     def welcomed(self, welcomed: Welcome) -> None:

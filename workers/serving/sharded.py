@@ -13,16 +13,15 @@ SHARDED = "a target over memory nodes"
 
 
 def begin_shards(wanted: Sequence[Shard]) -> None:
-    """Spread models that are loaded from now on over these shards. Raises `UserError` if there are
-    no kernels."""
+    """Spread later loaded models over these shards. Raises `UserError` if there are no kernels."""
     if why := kernels.why_not():
         raise UserError(f"{SHARDED} (target.numa = 'shard') is computed by the kernels: {why}")
     shards.set_shards(wanted)
 
 
 def settle_target(model: LanguageModel) -> str:
-    """Pin this thread, which will compute a loaded target, to the first of its shards, and return
-    in words how the target is spread; empty if it is not. Raises `UserError` if torch computes the
+    """Pin this thread, which will compute a loaded target, to its first shard, and return a
+    description of the shards; empty if it has none. Raises `UserError` if torch computes the
     target, which cannot be spread."""
     if shards.count() == 1:
         return ""

@@ -1,6 +1,6 @@
-"""How a target is spread by its settings: on its device alone, or with layers that are split,
-resident or streamed, and a device for prefill. Opens the additional devices;
-`models/backends/placement.py` decides from sizes which layers go where."""
+"""The placement of a target by its settings: on its device alone, or with split, resident or
+streamed layers, and a device for prefill. Opens the additional devices;
+`models/backends/placement.py` places layers by their sizes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,7 +95,7 @@ class Spread:
         )
 
     def _place(self, sizes: Sizes, config: Mapping[str, Any]) -> Placement:
-        """Return where each layer goes, leaving room for the codes of a substitute."""
+        """Return the placement of each layer, leaving room for the codes of a substitute."""
         demand = self.demand
         if demand is None:
             return all_on_cpu(sizes, self.host_room)
@@ -114,14 +114,14 @@ class Spread:
         room = read_room() if self.host_room is None else None
         if room is not None and placement.host_bytes > room.size + room.swap:
             raise SettingsError(
-                f"{placement} takes {placement.host_bytes / 1e9:.3g} GB of the "
-                f"host's memory, but there are {room.size / 1e9:.3g} GB {room.bound}: "
-                "keep more layers on a device (target.resident), take smaller weights "
-                "(target.weights), or set memory.ram if you know better"
+                f"{placement} takes {placement.host_bytes / 1e9:.3g} GB of the host's memory, but "
+                f"there are {room.size / 1e9:.3g} GB {room.bound}: keep more layers on a device "
+                "(target.resident), use smaller weights (target.weights), or set memory.ram if "
+                "that is wrong"
             )
 
     def _check_reader(self, sizes: Sizes, placement: Placement) -> None:
-        """Raise `SettingsError` if the prefill device has nothing to read for, or no room."""
+        """Raise `SettingsError` if the prefill device has no layers to serve, or no room."""
         if self.reader is None:
             return
         if not placement.first:
@@ -145,8 +145,8 @@ class Spread:
 
     @property
     def same_bytes(self) -> bool:
-        """Whether every row has the same bytes as on the CPU: if only the CPU computes, even
-        standing in for a device."""
+        """Whether every row has the same bytes as on the CPU: if only the CPU computes, even in
+        place of a device."""
         return not self.gpus
 
     @property
@@ -193,10 +193,10 @@ def spread_of(
     *,
     beside: int = 0,
 ) -> Spread | None:
-    """Return how a target on this device is spread; None if it is computed as a whole. `readings`:
-    measured prompts in the profile file. `beside`: bits of the codes of a substitute that shares
-    the device's layers, which are then kept one by one; 0 for none. Raises `SettingsError` for
-    contradictory settings or a missing device."""
+    """Return how a target on this device is spread; None if one device computes all of it.
+    `readings`: measured prompts in the profile file. `beside`: bits of the codes of a substitute
+    that shares the device's layers, which are then kept one by one; 0 for none. Raises
+    `SettingsError` for contradictory settings or a missing device."""
     split = settings.split
     if split.layers != "auto" and not split.device:
         raise SettingsError(
@@ -261,8 +261,8 @@ def known_readings(settings: TargetSettings, profile: Path) -> Sequence[ReadingC
 
 
 def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device) -> bool:
-    """Return whether the target's device streams its layers, may not keep all of them, or computes
-    what the library does not. For the CPU only if set, for tests."""
+    """Return whether the target's device streams layers, may be unable to keep all of them, or
+    computes layers that the library does not. On the CPU only if set, for tests."""
     if settings.resident != "auto" or (_is_gpu(device) and memory.vram != "auto"):
         return True
     if not _is_gpu(device):
@@ -301,8 +301,8 @@ def _room(memory: MemorySettings, device: Device) -> int:
 def _reader(
     settings: TargetSettings, threads: int, device: Device, readings: Sequence[ReadingCosts]
 ) -> tuple[Device | None, int]:
-    """Return the device that prefills for layers on the CPU, and the fewest rows of a prompt for
-    which it does; None if the CPU prefills."""
+    """Return the device that prefills for layers on the CPU, and its minimum number of prompt rows;
+    None if the CPU prefills."""
     if settings.prefill == "local" or (settings.prefill == "auto" and not device.is_cpu):
         return None, 0
     if settings.prefill != "auto":
@@ -326,7 +326,8 @@ def _refuse_unused(memory: MemorySettings) -> None:
 
 
 def _arithmetic(device: Device) -> str:
-    """Return what computes on a GPU, for a fingerprint: torch's library, and products of ours."""
+    """Return the software that computes on a GPU, for a fingerprint: torch's library and our
+    products."""
     return f"{device.library}{products_on(device.torch_device).mark}"
 
 

@@ -1,5 +1,4 @@
-"""The tokens that the target chooses after the rows of trees, and which nodes it thereby
-accepts."""
+"""The tokens that the target chooses after the rows of trees, and the nodes that it accepts."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -61,8 +60,8 @@ def _attempt(step: Callable[[], T]) -> T | Exception:
 
 
 class _Choices:
-    """The choices after rows, made on demand: processing a row costs far more than looking at it,
-    and few are on the path."""
+    """The choices after rows, made on demand: processing a row is expensive, and few rows are on
+    the path."""
 
     def __init__(self, asked: Asked) -> None:
         self._session, self._logits, self._tree, self._drawn = asked

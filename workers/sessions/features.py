@@ -1,4 +1,4 @@
-"""The features of a target's rows that a draft reads, as they are sent."""
+"""The features of a target's rows that are sent to a draft."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

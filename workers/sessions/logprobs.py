@@ -18,8 +18,8 @@ from dovetail.workers.kernels.ranking import Ids, Values, likeliest, ranks
 def token_logprobs(
     rows: Sequence[Tensor] | Tensor, tokens: Sequence[int], top: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Return the log-probability of each row's token by its logits [V], and those of the `top`
-    likeliest ones, of equals the lowest first."""
+    """Return the log-probability of each row's token from its logits [V], and those of the `top`
+    likeliest tokens; of equals, the lowest id comes first."""
     return tuple(_of_row(row.cpu(), token, top) for row, token in zip(rows, tokens, strict=True))
 
 

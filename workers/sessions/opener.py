@@ -1,6 +1,6 @@
 """Opens a target's sessions: prompts, and logs of sessions that began elsewhere, are prefilled, in
-chunks or whole; features of logs are recomputed for drafts that join later. Knows sessions as token
-logs and caches, and nothing of trees."""
+chunks or whole; features of logs are recomputed for drafts that join later. Sessions are token logs
+and caches here, without trees."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Opener:
         self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
     ) -> None:
         """`kept_tokens`: the most tokens of ended sessions that are kept. `reads_from`: the fewest
-        rows of a prompt for the model's prefill device, if it has one."""
+        rows of a prompt for the model's prefill device, if any."""
         self._model = model
         self._spans = spans
         self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model.new_cache(0))
@@ -60,7 +60,7 @@ class Opener:
         self._begun: dict[int, Begun] = {}  # by session: logs that are not completely prefilled yet
         self.kept: KeptSessions[Left] = KeptSessions(kept_tokens, self._base_rows)
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
-        """Returns the additional slots of a session's cache, for a draft that shares it."""
+        """Returns the additional slots of a session's cache for a draft that shares it."""
         HELD.add(self)
 
     def __len__(self) -> int:
@@ -112,8 +112,8 @@ class Opener:
         yield from self._read(item.session, self._begun[item.session], item.rows)
 
     def _read(self, number: int, begun: Begun, rows: int | None) -> Iterator[ReadingStep]:
-        """Prefill the next `rows` rows of a log, or all. If this fails, or is not run to its end,
-        the log has to be started again."""
+        """Prefill the next `rows` rows of a log, or all. If this fails or is abandoned, the log
+        must be started again."""
         self._begun.pop(number, None)
         with self._spans.measure("prefill"):
             yield from self._prefill.read(begun.reading, rows)
@@ -247,8 +247,8 @@ class Opener:
             )
             raise RequestError(
                 "settings",
-                f"features of {text} and {own[2]} layers were asked for: use a draft that was "
-                "made for this target",
+                f"features of {text} and {own[2]} layers were requested: use a draft that was made "
+                "for this target",
             )
 
     def _open_base(self, number: int | None) -> Left | None:

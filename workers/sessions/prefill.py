@@ -1,4 +1,4 @@
-"""Prefill of a log, chunk by chunk, with the features and scores that are asked for."""
+"""Prefill of a log, chunk by chunk, with the requested features and scores."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -17,12 +17,12 @@ from dovetail.workers.sessions.timing import timed_pass
 
 TURN_TAIL = 16
 """Rows between a checkpoint of the cache and the end of the prompt: the next turn of a conversation
-differs from the template's prompt for the reply on, which starts some tokens before the end."""
+differs from where the template prompts for the reply, some tokens before the end."""
 
 
 def next_stop(cache: Cache, stop: int, step: int) -> int:
-    """Return up to which row the next pass prefills: at most `step` rows, and not beyond the
-    checkpoint before the end, if the cache has states to checkpoint."""
+    """Return the row at which the next pass ends: at most `step` rows on, and not beyond the
+    checkpoint before the end if the cache has states."""
     start, mark = cache.length, stop - TURN_TAIL
     return min(start + step, mark if cache.base_bytes and start < mark else stop)
 
@@ -42,7 +42,7 @@ class Reading:
     ) -> None:
         """`cache` has the first rows of `log`, or none. `reads`: the features to send, of positions
         from `features_from` on; `scored`: how many alternatives each token's score has, None for no
-        scores; `apart`: how many first rows the model's prefill device reads."""
+        scores; `apart`: the number of first rows that the model's prefill device reads."""
         self.log, self.cache, self.apart = log, cache, apart
         self.logits = torch.empty(0)
         """[1, V] after the last token, once all rows have been computed."""
@@ -69,7 +69,7 @@ class Reading:
         return next_stop(self.cache, len(self.log), most) - self.cache.length
 
     def places(self, rows: int) -> Collection[int]:
-        """Return the layers whose states are needed of the next `rows` rows."""
+        """Return the layers whose states are needed for the next `rows` rows."""
         return places_of(self._reads) if self._features_from < self.done + rows else ()
 
     def logit_rows(self, rows: int) -> Sequence[int]:
@@ -132,9 +132,8 @@ class Prefill:
 
     def _rows_apart(self, order: Open, cache: Cache) -> int:
         """Return how many rows of a prompt the prefill device reads. It counts only the request's
-        own prompt, so that a session reopened elsewhere, or on the same worker, has the same rows
-        read by the device, and those of its reply computed as before. It stops at the checkpoint
-        before the end."""
+        own prompt, so that in a reopened session the device reads the same rows, and those of the
+        reply are computed as before. It stops at the checkpoint before the end."""
         told = len(order.prompt) - order.replied
         apart = (
             self._model.reads_apart > 0

@@ -2,8 +2,7 @@
 what is new.
 
 The coordinator decides which sessions are kept and reused; this module ensures that reused rows
-match the new prompt, and that no more is held than was promised. Knows token logs and no models;
-imports no torch."""
+match the new prompt, and that the limit is kept. Independent of models; imports no torch."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -54,8 +53,7 @@ class KeptSessions(Generic[LeftT]):
     """The logs and rows of ended sessions by their numbers, the oldest first."""
 
     def __init__(self, most_tokens: int, beside: int = 0) -> None:
-        """`most_tokens`: of all logs together; each session counts as `beside` additional
-        tokens."""
+        """`most_tokens`: of all logs together; each session counts as `beside` more tokens."""
         self._most_tokens, self._beside = most_tokens, beside
         self._left: dict[int, LeftT] = {}
 
@@ -80,8 +78,8 @@ class KeptSessions(Generic[LeftT]):
         return sum(len(other.log) + self._beside for other in self._left.values())
 
     def hold(self, number: int, left: LeftT) -> None:
-        """Keep an open session whose coordinator has gone, regardless of the limit: its memory is
-        allocated already. Without a prefix cache nothing is kept."""
+        """Keep an open session whose coordinator is lost, regardless of the limit, since its memory
+        is already allocated. Without a prefix cache nothing is kept."""
         if self._most_tokens and left.there:
             self._left[number] = left
 

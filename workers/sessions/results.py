@@ -49,4 +49,4 @@ class Verdict:
     reads: Reads | None
     features: Tensor | None = None
     """[held + 1 + accepted, row], of the held rows, the root and the accepted nodes; None: the
-    session's draft reads none, or these are held."""
+    session's draft reads none, or they are held."""

@@ -8,12 +8,12 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache
 
 CHECKED_BYTES = 64 << 20
-"""Smaller caches are not checked: asking the kernel takes a fraction of a millisecond."""
+"""Smaller caches are not checked: a query of the kernel takes a fraction of a millisecond."""
 
 
 def host_row_bytes(model: LanguageModel) -> int:
-    """Return the bytes of a row of keys and values in the host's memory; 0 if a device holds all or
-    a part of them, and reports out of memory itself."""
+    """Return the bytes of a row of keys and values in the host's memory; 0 if a device holds any
+    part of them, which reports out of memory itself."""
     if model.device.type != "cpu" or isinstance(model.back_end, Staged):
         return 0
     return model.new_cache(0).row_bytes

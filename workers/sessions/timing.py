@@ -1,7 +1,7 @@
 """The fine spans of a pass of the target: matrices, attention, the rest, the head.
 
-They alternate from layer to layer; the sum of each is reported, one after the other from the start
-of the pass, so that they end with it."""
+They alternate from layer to layer; the sum of each is reported as one span, one after the other
+from the start of the pass, so that they end with it."""
 
 import time
 from collections.abc import Iterator

@@ -34,7 +34,7 @@ def to_tensor(array: Array) -> Tensor:
 
 
 def narrowed(states: Tensor, dtype: str) -> Tensor:
-    """Return finite numbers in a 16-bit type; those beyond its range become its largest, since an
-    infinity would spoil every row that attends to it."""
+    """Return finite numbers in a 16-bit type; those beyond its range become its largest value,
+    since an infinity would spoil every row that attends to it."""
     limit = torch.finfo(TYPES[dtype]).max
     return states.float().clamp(-limit, limit).to(TYPES[dtype])

@@ -1,7 +1,7 @@
 """Which drafted nodes the target accepts: those that equal its own choices, from the root down.
 
 The choices do not depend on the tree, so the tokens are those of the target alone; the tree only
-decides how many of them one pass yields. Knows neither logits nor noise."""
+decides how many of them one pass yields. Independent of logits and noise."""
 
 from typing import Protocol
 

@@ -9,8 +9,8 @@ and **every prefix of a best-first list is a tree**. A policy decides what is ex
 A node may have more children than the policies consider. All but the best `shown` children are
 *hidden* from them, with their subtrees; they are kept because one of them may become the next root.
 
-Letters: N nodes, K children, V vocabulary. Knows no model, no cache (except which row a node has)
-and no clock."""
+Letters: N nodes, K children, V vocabulary. Without model, cache (except for the rows of nodes) and
+clock."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Floats = NDArray[np.float32]
 Nodes = NDArray[np.intp]
 
 NO_ROW = -1
-ALL = 1 << 30  # a number of children that stands for all of them
+ALL = 1 << 30  # a number of children that means all
 LEAST_HIDDEN = math.log(1e-3)  # hidden children of smaller gains are left out
 FEW = 4  # partition first if the pool is more than this multiple of the number wanted
 SMALLEST_POOL = 1024  # initial places of a pool, enough for most proposals; doubled when full
@@ -56,7 +56,7 @@ class Branches(NamedTuple):
 
 
 class GrowingTree:
-    """The pool, which node has which row, and whether the root has been expanded."""
+    """The pool, the rows of nodes, and whether the root has been expanded."""
 
     def __init__(self) -> None:
         # place 0 is the root's, and node i has place i + 1, so lookups of parents include the root
@@ -94,7 +94,7 @@ class GrowingTree:
 
     @property
     def rows(self) -> Ints:
-        """Which of the rows behind the committed ones holds the node's keys and values; -1: it was
+        """The row, counted after the committed ones, with the node's keys and values; -1: it was
         never expanded."""
         return self._ints[ROWS, 1 : self._stop]
 
@@ -162,7 +162,7 @@ class GrowingTree:
         return [*Branches(self.tokens, self.parents).path(node)]
 
     def branches(self) -> "Branches":
-        """Return a copy of the nodes as they are now."""
+        """Return a copy of the present nodes."""
         return Branches(self.tokens.copy(), self.parents.copy())
 
     def child(self, node: int, token: int) -> int | None:
@@ -175,8 +175,8 @@ class GrowingTree:
         return self.root_expanded if node == ROOT else bool(self.rows[node] != NO_ROW)
 
     def expandable(self, depth: int, least: float) -> Nodes:
-        """Return the nodes without a row whose parents have one, above level `depth` and of a path
-        probability of at least `least`."""
+        """Return the nodes without a row whose parents have one, above level `depth` and with a
+        path probability of at least `least`."""
         above = (self.parents == ROOT) | (self.rows_of(self.parents) >= 0)
         return np.flatnonzero(
             (self.rows < 0) & above & (self.levels < depth) & (self.scores >= math.log(least))
@@ -259,7 +259,7 @@ class GrowingTree:
     def move_root(self, node: int, width: int) -> list[int]:
         """Make `node` the root and keep the best `width` children of every node below it. Return
         the former rows of the surviving nodes, which now have the rows 0, 1, ... in that order. The
-        order of nodes is kept; scores are recomputed from the new root, so that they carry no
+        order of nodes is kept; scores are recomputed from the new root, so that they contain no
         rounding of the path above."""
         level = int(self.levels[node])
         root_expanded = bool(self.rows[node] != NO_ROW)
@@ -276,8 +276,8 @@ class GrowingTree:
 
     def rank_again(self, nodes: Nodes, tokens: Ints, gains: Floats) -> int:
         """Rank the children [N, K] of `nodes` (-1: the root) again. Existing children keep their
-        subtrees and get the new gains; those not among the new ones are no likelier than the last
-        of those, and rank behind them. Return how many were added."""
+        subtrees and get the new gains; children that are not among the new ones get at most the
+        last one's gain, and rank behind them. Return how many were added."""
         left, gains = np.full(gains.shape, -np.inf, np.float32), np.minimum(gains, np.float32(0.0))
         for place, node in enumerate(nodes.tolist()):
             there = np.flatnonzero(self.parents == node)

@@ -10,8 +10,8 @@ frontier grows some more levels, and fewer nodes are offered; in the others the 
 
 K is the tree's width: the pool holds that many children of every expanded node. `dynamic` grows no
 level from which nothing could be offered, so a tree may end above its depth; a missing level counts
-as maximal entropy, log K. So an uncertain tree is not taken for a certain one because its path is
-short, and nothing is adapted where growth was cut off at the end of a reply. Thresholds come from
+as maximal entropy, log K. So a short path does not make an uncertain tree look certain, and nothing
+is adapted where growth was cut off at the end of a reply. Thresholds come from
 `training/stratify.py`."""
 
 import math
@@ -47,7 +47,7 @@ class Heterospec:
         self.stratum = len(self._bounds)  # the bin of this round
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """Yield one pass a level; those below the set depth once the bin is known."""
+        """Yield one pass per level; those below the set depth once the bin is known."""
         self.entropy, self.stratum, self._path = None, len(self._bounds), NO_PATH
         depth = min(self._settings.depth, shape.depth)
         yield from self._dynamic.passes(tree, Shape(shape.nodes, depth, shape.width))

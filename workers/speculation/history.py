@@ -4,11 +4,12 @@ and frequency penalty, and constraints, such as the minimum number of tokens.
 This is their definition in plain numbers, one logit at a time, in this order: the bias is added;
 the logit of a token in prompt or reply is divided by the repetition penalty, or multiplied if it is
 negative (Keskar et al., CTRL, 2019; transformers' RepetitionPenaltyLogitsProcessor); presence + c *
-frequency is subtracted for a token that occurs c > 0 times in the reply (OpenAI's definition); what
-a constraint forbids is masked. `sampling.py` has the version over tensors; a test compares the two.
+frequency is subtracted for a token that occurs c > 0 times in the reply (OpenAI's definition);
+tokens that a constraint forbids are masked. `sampling.py` has the version over tensors; a test
+compares the two.
 
-A *path* is what would follow the log before the choice in question: the tokens of a node's
-ancestors and its own."""
+A *path* is the continuation of the log before a choice: the tokens of a node's ancestors and its
+own."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -21,7 +22,7 @@ class Constraint(Protocol):
     """A mask of the tokens that may come next, on draft and target alike."""
 
     def applies(self, sampling: Sampling) -> bool:
-        """Return whether requests with these settings have it."""
+        """Return whether it applies to requests with these settings."""
 
     def forbidden(self, history: "History", path: Sequence[int]) -> Collection[int]:
         """Return the ids that must not follow `path`; some must be left."""
@@ -73,7 +74,7 @@ class History:
             self.counts[token] = self.counts.get(token, 0) + 1
 
     def penalty(self, token: int, path: Sequence[int] = ()) -> float:
-        """Return what presence and frequency subtract from the logit of a token after `path`."""
+        """Return the presence and frequency penalty on the logit of a token after `path`."""
         count = self.counts.get(token, 0) + path.count(token)
         return (
             self.sampling.presence_penalty + count * self.sampling.frequency_penalty

@@ -1,9 +1,10 @@
 """The coupled noise as tensors: the definition in `protocol/noise.py`, V tokens at a time.
 
 Noise depends on key, position and token alone. The C++ kernels need only a position's word, and
-compute the noise of the few tokens that it can matter to; without them, a row is computed once per
-position, in advance, while the worker waits. torch has no unsigned 64-bit arithmetic: int64 wraps
-modulo 2^64 as needed, and a logical right shift is an arithmetic one with the sign bits masked."""
+compute the noise of the few tokens for which it can matter; without them, a row is computed once
+per position, in advance, while the worker waits. torch has no unsigned 64-bit arithmetic: int64
+wraps modulo 2^64 as needed, and a logical right shift is an arithmetic one with the sign bits
+masked."""
 
 from collections.abc import Sequence
 from functools import cached_property

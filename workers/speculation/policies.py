@@ -15,8 +15,8 @@ again, and hidden ones are ignored. Every prefix of the offered nodes is a tree.
   (SpecExec, Svirschevski et al. 2024), with log(0.95) added to the score for every level; a pass
   expands the best `width` nodes not expanded yet. gamma is what counts; depth and width are bounds.
 - `goodput`: best first like `budget`, without its decay, so that nodes are in the order of the
-  probability to be accepted. How many passes pay off is decided where they are made, how many nodes
-  where they are verified; both take a prefix of this order.
+  probability to be accepted. The draft decides how many passes pay off, the coordinator how many
+  nodes are verified; both take a prefix of this order.
 - `heterospec`: `heterospec.py`."""
 
 import heapq
@@ -53,10 +53,10 @@ EAGLE_1: tuple[Path, ...] = (
 def fixed_shape(gamma: int, depth: int, width: int) -> tuple[Path, ...]:
     """Return at most `gamma` nodes, `depth` levels and `width` children a node; best first.
 
-    EAGLE-1's shape if that is what was asked for. Otherwise the best `gamma` paths if every rank is
-    half as likely to be accepted as the one before it: the child of rank r with probability 2^-(r +
-    1), hence a path with 2^-(its length + the sum of its ranks); of equals the shorter come first.
-    At 25 nodes and 5 levels 20 of these are EAGLE-1's."""
+    EAGLE-1's shape if that is requested. Otherwise the best `gamma` paths if each rank is half as
+    likely to be accepted as the previous one: a child of rank r has probability 2^-(r + 1), hence a
+    path 2^-(its length + the sum of its ranks); of equals, the shorter come first. At 25 nodes and
+    5 levels 20 of these are EAGLE-1's."""
     if (gamma, depth) == (25, 5) and width > max(map(max, EAGLE_1)):
         return EAGLE_1
     shape: list[Path] = []
@@ -72,8 +72,8 @@ def fixed_shape(gamma: int, depth: int, width: int) -> tuple[Path, ...]:
 
 
 DECAY = np.float32(np.log(0.95))
-"""What a level adds to the score of `budget` (SpecExec): it keeps long paths of near-certain tokens
-from taking the whole budget."""
+"""The summand per level in the score of `budget` (SpecExec): it keeps long paths of near-certain
+tokens from taking the whole budget."""
 NO_DECAY = np.float32(0.0)
 
 
@@ -84,7 +84,7 @@ class Beam:
     entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """Yield one pass a level."""
+        """Yield one pass per level."""
         yield from root_pass(tree, shape)
         kept: Nodes = np.zeros(0, np.intp)
         at_level = kept
@@ -159,8 +159,8 @@ class Static:
 
 
 def _kept_at(tree: GrowingTree, level: int, above: Nodes, width: int) -> Nodes:
-    """Return what `beam` keeps of a level, in ascending order: the best children of the nodes
-    `above`."""
+    """Return the nodes of a level that `beam` keeps, in ascending order: the best children of the
+    nodes `above`."""
     candidates = tree.at_level(level)
     if level > 1:
         kept = np.zeros(len(tree), np.bool_)
@@ -174,8 +174,8 @@ def _kept_at(tree: GrowingTree, level: int, above: Nodes, width: int) -> Nodes:
 @lru_cache(256)
 def _below(paths: tuple[Path, ...], shape: Shape) -> NDArray[np.intp]:
     """Return [places, ranks]: the place of the child of that rank, -1 if it has none in `shape`.
-    Place 0 is the root, place i node i - 1 of the shape, and the last place is nowhere; the last
-    rank stands for all beyond those of the shape."""
+    Place 0 is the root, place i node i - 1 of the shape, and the last place means none; the last
+    rank stands for all ranks beyond the shape."""
     cut = [path for path in paths if len(path) <= shape.depth and max(path) < shape.width][
         : shape.nodes
     ]
@@ -188,7 +188,7 @@ def _below(paths: tuple[Path, ...], shape: Shape) -> NDArray[np.intp]:
 
 
 def _places(tree: GrowingTree, below: NDArray[np.intp], depth: int) -> NDArray[np.intp]:
-    """Return the place of every node of the first `depth` levels, -1 for nowhere."""
+    """Return the place of every node of the first `depth` levels, -1 for none."""
     places = np.full(len(tree) + 1, -1, np.intp)  # the last element is the root, index -1
     places[ROOT] = 0
     for level in range(1, depth + 1):
@@ -207,7 +207,7 @@ OPENERS: dict[str, Callable[[TreeSettings], Policy]] = {
     "goodput": lambda tree: BestFirst(),
     "heterospec": Heterospec,
 }
-"""Every policy of `protocol/policies.py`, with how it is made for a session."""
+"""Every policy of `protocol/policies.py`, with the function that makes it for a session."""
 
 
 def open_policy(settings: TreeSettings) -> Policy:

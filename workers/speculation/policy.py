@@ -24,7 +24,7 @@ class Policy(Protocol):
 
         The caller gives them rows and adds their children before it asks for the next pass. It may
         stop at any time, and must if it cannot expand them. With `BestFirst` it may expand only the
-        first few nodes: the others are yielded again."""
+        first few nodes; the others are yielded again."""
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
         """Return at most `shape.nodes` nodes of at most `shape.depth` levels to offer, best first:
@@ -51,7 +51,7 @@ class Dynamic:
                 return
             yield nodes
             if (tree.rows[nodes] == NO_ROW).all():
-                return  # the only one, and not worth it
+                return  # the only pass, and not worth it
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
         """Return the best of the pool."""
@@ -65,9 +65,9 @@ def root_pass(tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
 
 
 def worthwhile(nodes: Nodes, offered: Nodes, tree: GrowingTree, shape: Shape) -> Nodes:
-    """Return `nodes` without those that have been expanded or cannot matter: a child comes after
-    its parent in the order of `offered`, the best nodes so far, so what is below a node that is not
-    among the best `shape.nodes` - 1 is never offered, however far the tree grows."""
+    """Return `nodes` without those that have been expanded or cannot matter. A child comes after
+    its parent in the order of `offered`, the best nodes so far, so descendants of a node that is
+    not among the best `shape.nodes` - 1 are never offered, however far the tree grows."""
     matters = np.zeros(len(tree), np.bool_)
     matters[offered[: max(shape.nodes - 1, 0)]] = True
     left: Nodes = nodes[matters[nodes] & (tree.rows[nodes] == NO_ROW)]

@@ -1,12 +1,12 @@
-"""The cost of another pass of the draft, and its expected gain, weighed before each pass that a
-round waits for.
+"""The cost and the expected gain of another pass of the draft, compared before each pass for which
+a round waits.
 
-A pass expands nodes. Each lies on the target's path with its path probability; if it does, one of
-its children is the target's choice with a chance averaged over past outcomes. A pass gains the sum
-of the path probabilities times that chance, minus the cost of verifying a child of each (the
-order's floor), in tokens; its rows take time, priced by the order's rate in tokens a second. If no
-round waits, a pass has no price, and the best one gains most per time. Knows no model, tree or
-clock."""
+A pass expands nodes. Each is on the target's path with its path probability; if it is, one of its
+children is the target's choice with a probability averaged over past outcomes. A pass gains the sum
+of the path probabilities times that probability, minus the cost of verifying a child of each (the
+order's floor), in tokens; its rows take time, priced by the order's rate in tokens per second. If
+no round waits, a pass has no price, and the best one has the highest gain per time. Independent of
+model, tree and clock."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from dovetail.workers.speculation.proposal import Price
 
 REMEMBERED = 9
-"""The number of last durations whose median counts: the first ones of a process are slow, and a
-machine has other work, too."""
+"""The number of last durations whose median counts: the first ones of a process are slow, and other
+programs interfere."""
 LONGER = 1.3
-"""A pass ahead takes at most this multiple of one of the tree's width, since a command that arrives
-meanwhile waits for its end."""
+"""A pass ahead takes at most this multiple of a pass of the tree's width, since a command that
+arrives meanwhile waits for its end."""
 START = 0.8
-FORGETTING = 1 / 64  # weight of a new outcome: the inverse of the number of nodes averaged over
+FORGETTING = 1 / 64  # weight of a new outcome: the inverse of the number of averaged nodes
 
 
 def rows_class(rows: int) -> int:
@@ -71,8 +71,7 @@ class PassTimes:
         )
 
     def estimates_ns(self, rows: NDArray[np.intp], beside: int = 0) -> NDArray[np.float64]:
-        """Return how much longer passes of this many additional rows take than one of `beside`
-        rows."""
+        """Return how much longer passes take with this many rows in addition to `beside`."""
         known = {
             rows_class(count): self.estimate_ns(count)
             for count in {1 << (most - 1).bit_length() for most in rows.tolist() if most}
@@ -85,8 +84,8 @@ class PassTimes:
 
 @dataclass
 class Chance:
-    """Running average of how often the target's choice is among the children at or above the floor
-    of an expanded node on its path."""
+    """For expanded nodes on the target's path, the running average of how often its choice is among
+    their children at or above the floor."""
 
     value: float = START
 
@@ -99,7 +98,7 @@ class Candidates:
     """Nodes of one tree that a pass may expand, best first, and the order's price."""
 
     probabilities: NDArray[np.float32]  # [N]: their path probabilities
-    rows: NDArray[np.intp]  # [N]: how many rows the first 1, 2, ... of them take
+    rows: NDArray[np.intp]  # [N]: the rows of the first 1, 2, ... of them
     price: Price
     chance: Chance
 
@@ -120,8 +119,8 @@ def worth_expanding(
     """Return how many nodes of each tree the next pass should expand: the numbers that together
     gain the most above the price of all their rows; none if nothing exceeds that price.
 
-    Nodes below the floor never count; without a rate all the others do. `beside`: other rows of the
-    pass, computed in any case. A second is worth the mean of the trees' rates."""
+    Nodes below the floor are never expanded; without a rate all others are. `beside`: other rows of
+    the pass, computed in any case. A second is worth the mean of the trees' rates."""
     gains = [tree.gains for tree in trees]
     counts = np.array([len(its) for its in gains])
     priced = [place for place, tree in enumerate(trees) if tree.price.rate is not None]
@@ -146,9 +145,9 @@ def worth_expanding(
 
 
 def most_used(probabilities: NDArray[np.float32], width: int, times: PassTimes) -> int:
-    """Return how many nodes, best first and at least one, a pass ahead should expand: those with
-    the most use for its time. `probabilities` [N]: that each is used. Passes much longer than one
-    of `width` rows are excluded; while no times are known, the pass has `width` rows."""
+    """Return how many nodes, best first and at least one, a pass ahead should expand for the most
+    use per time. `probabilities` [N]: of being used. Passes much longer than one of `width` rows
+    are excluded; while no times are known, the pass has `width` rows."""
     durations = np.array([times.estimate_ns(rows) for rows in range(1, len(probabilities) + 1)])
     if not durations[0]:
         return min(len(probabilities), width)

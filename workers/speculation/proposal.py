@@ -1,4 +1,4 @@
-"""The order for a draft, and its proposal. Knows no tensors, so a draft without a model can use
+"""The order for a draft, and its proposal. Without tensors, so that a draft without a model can use
 it."""
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from dovetail.protocol.tree import TokenTree
 
 @dataclass(frozen=True)
 class Shape:
-    """The bounds of a proposal: at most `nodes` nodes and `depth` levels, `width` nodes expanded a
-    level and children considered a node."""
+    """The bounds of a proposal: at most `nodes` nodes and `depth` levels; `width` nodes expanded
+    per level, and children considered per node."""
 
     nodes: int
     depth: int
@@ -21,10 +21,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Price:
-    """The price of growth that a round waits for."""
+    """The price of growth for which a round waits."""
 
     rate: float | None = None
-    """Tokens that a second is worth; None: growth follows the policy alone."""
+    """The value of a second in tokens; None: growth follows the policy alone."""
     floor: float = 0.0
     """Path probability below which a node would not be verified: it is neither offered nor
     expanded."""

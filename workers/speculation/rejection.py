@@ -15,7 +15,7 @@ The draws, the tests and the last tokens have separate streams of random numbers
 session's key and the length of its log, so every round has fresh ones. Everything is computed in
 float64.
 
-N nodes, K candidates, V vocabulary. Knows neither models nor messages."""
+N nodes, K candidates, V vocabulary. Independent of models and messages."""
 
 import hashlib
 import math
@@ -104,7 +104,7 @@ class ProposalProbabilities:
 
 
 class Draws:
-    """The draft's half for one session: draws children, and remembers their distributions."""
+    """The draft's half for one session: draws children, and stores their distributions."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -149,9 +149,8 @@ class Draws:
 
 
 class Remaining:
-    """The distributions at a node after some rejections: r, the distribution of the token, and s,
-    that of the next child. Only the candidates' part of r is updated; the rest keeps its
-    proportions."""
+    """The distributions at a node after some rejections: r of the token, and s of the next child.
+    Only the candidates' part of r is updated; the rest keeps its proportions."""
 
     def __init__(
         self, target: Distribution, candidates: NDArray[np.intp], probabilities: Distribution
@@ -166,7 +165,8 @@ class Remaining:
         self._r, self._s, self._scale = target[candidates], probabilities.copy(), 1.0
 
     def chance(self, token: int) -> float:
-        """Return r/s of a candidate not rejected yet: the probability to accept it, if below 1."""
+        """Return r/s of a candidate not rejected yet: the probability of accepting it, if below
+        1."""
         place = self._place[token]
         return float(self._r[place] / self._s[place])
 
@@ -211,8 +211,8 @@ def rejection_walk(
     processed: Callable[[int], Tensor],
     choices: Choices,
 ) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
-    """Return the accepted nodes, the bonus, and for each of these tokens how far it was from
-    another outcome (nats).
+    """Return the accepted nodes, the bonus, and the margin of each of these tokens to another
+    outcome (nats).
 
     `processed(row)`: the target's processed logits [V] after the root (row 0) or node row - 1;
     called only for rows on the accepted path. `drawn` has been checked."""

@@ -2,7 +2,7 @@
 
 First the processors that look back (`LookingBack`), then temperature and truncation
 (`process_logits`), then the choice: with Gumbel noise g, argmax(z + g) is an exact sample of
-softmax(z); without noise it is the greedy one. N rows, V vocabulary. Knows neither keys nor
+softmax(z); without noise it is the greedy one. N rows, V vocabulary. Independent of keys and
 positions."""
 
 import math
@@ -26,9 +26,9 @@ sorted."""
 
 class LookingBack:
     """The processors of `history.py` over tensors. Penalties of the log's tokens are precomputed,
-    one number per distinct token, so only these logits are touched; tokens on a row's path are
-    corrected in that row alone by the same operations: a logit has the same bytes whether a token
-    is committed or only drafted."""
+    one number per distinct token, so only these logits change. Tokens on a row's path are corrected
+    in that row alone, by the same operations: a logit has the same bytes whether a token is
+    committed or only drafted."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class LookingBack:
     def _copied(self, logits: Tensor) -> Tensor:
         if logits.device.type != "cpu":
             return logits.clone()
-        # torch would copy with several threads, which then keep cores busy for a while
+        # torch would copy with several threads, which keep cores busy for a while afterwards
         return torch.from_numpy(logits.numpy().copy())
 
     def _note(self, tokens: Collection[int]) -> None:

@@ -14,9 +14,9 @@ Each depth class has its own sums, separately for greedy and sampled replies: de
 reads its own guesses, and above temperature 0 the ranking of children includes noise. They belong
 to a draft: all sessions of an engine add to them.
 
-Outcomes are evaluated bit by bit while the worker waits (`ScoreCalibration.learn`). Proposals only
-store references: `Expectations` keeps what was ranked below the nodes of one session's tree until
-the root moves. Knows logits and tokens; no model, no messages, no clock."""
+Outcomes are evaluated in small steps while the worker waits (`ScoreCalibration.learn`). Proposals
+only store references: `Expectations` keeps the rankings below the nodes of one session's tree until
+the root moves. Without model, messages and clock."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ GRID: Likelihoods = np.geomspace(0.05, 3.0, 20)
 """Sharpenings at which the likelihood is known. Fits seen: 0.05 for a target's own copy in 4 bits,
 0.5 for its first 6 of 8 layers."""
 SHARES = (0.25, 0.5, 0.75, 1.0)  # shares of the noise
-LEAST = 1e-6  # the least probability left for a choice that is not a child
+LEAST = 1e-6  # the minimum probability left for a choice that is not a child
 MEMORY = 500  # the memory in nodes: each new one takes 1 / MEMORY off the weight of earlier ones
 PRIOR = 32.0
 """The weight of the prior, in nodes that each give log s and h one unit of Fisher information."""
@@ -51,11 +51,11 @@ WORK = 1 << 17
 """The most exponentials in one call of `learn`, but at least one point of the grid: half a
 millisecond of a core."""
 BACKLOG = 1 << 20
-"""If more logits than this wait to be learned from, whole rounds are skipped: skipping a part of
-one would favour hits or misses."""
+"""If more logits than this are waiting, whole rounds are skipped: skipping a part of one would
+favour hits or misses."""
 REMEMBERED = 1 << 22
-"""The most logits of one session's passes that are kept until the root moves, 16 MiB; passes beyond
-are not learned from."""
+"""The most logits of one session's passes that are kept until the root moves, 16 MiB; further
+passes are ignored."""
 NO_CHILD = -1
 NEGLIGIBLE = -80.0
 """Smaller results become 0: subnormal float32 numbers take a processor eight times as long."""
@@ -203,7 +203,7 @@ class ScoreCalibration:
         return True
 
     def _learn_from(self, observation: Observation) -> Iterator[None]:
-        """Learn from one observation, yielding after every bit."""
+        """Learn from one observation, yielding after every step."""
         sampled, depth_class = observation.noise is not None, observation.depth_class
         fit, step = self._fits[sampled][depth_class], max(1, WORK // len(observation.logits))
         found = np.empty_like(fit.sums)
@@ -234,8 +234,7 @@ class _Pass:
 
 
 class Expectations:
-    """The rankings below the nodes of one session's tree, until the target's choices there are
-    known."""
+    """The rankings below the nodes of one session's tree, until the target's choices are known."""
 
     def __init__(self, sampling: Sampling) -> None:
         """`sampling`: the logits have been through its processors that look back."""

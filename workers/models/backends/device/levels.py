@@ -244,9 +244,10 @@ class AskedRows:
     tokens: Tensor  # int64 [N]; `positions` likewise
     positions: Tensor
     segment: Segment  # the slots of the rows, and the slots they see
-    wanted: int  # the number of last rows whose results are wanted
+    wanted: int  # the number of last rows whose results are requested
     ranking: DeviceRanking | None = field(default=None, kw_only=True)
-    """The ranking of the children of the wanted rows, for a captured pass; None: the host ranks."""
+    """The ranking of the children of the requested rows, for a captured pass; None: the host
+    ranks."""
 
 
 def join_parts(
