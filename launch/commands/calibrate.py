@@ -66,17 +66,11 @@ def read_found(kind: type[ReadT], told: object) -> ReadT:
     return kind.model_validate_json(json.dumps(told))
 
 
-def _active(found: Mapping[str, Any]) -> str:
-    active = found["active_parameters"]
-    return "" if active == found["parameters"] else f" ({active / 1e6:.0f} M of them active)"
-
-
 def show_found(found: dict[str, Any]) -> None:
     backends, layers = found["backends"], found["layers"]
-    what = (
-        f"{found['parameters'] / 1e6:.0f} M weights in linears{_active(found)}, "
-        f"{found['weights']}, {_threads(found)}"
-    )
+    active, every = found["active_parameters"], found["parameters"]
+    part = "" if active == every else f" ({active / 1e6:.0f} M of them active)"
+    what = f"{every / 1e6:.0f} M weights in linears{part}, {found['weights']}, {_threads(found)}"
     click.echo(f"target      {found['model']} ({what})")
     if found["layers_measured"] < layers:
         click.echo(
@@ -118,14 +112,10 @@ def show_found(found: dict[str, Any]) -> None:
 
 def _show_parts(found: dict[str, Any]) -> None:
     if (read := found["reading"]) is not None:
-        curves = zip(
-            read["local"]["rows"],
-            read["local"]["seconds"],
-            read["streamed"]["seconds"],
-            strict=True,
-        )
+        own, other = read["local"], read["streamed"]["seconds"]
         times = ", ".join(
-            f"{rows} rows {_ms(own):.3g} and {_ms(other):.3g} ms" for rows, own, other in curves
+            f"{rows} rows {_ms(here):.3g} and {_ms(there):.3g} ms"
+            for rows, here, there in zip(own["rows"], own["seconds"], other, strict=True)
         )
         click.echo(f"prompts, read by the CPU and by {read['device']}: {times}")
     if (parts := found["device"]) is not None:
@@ -191,11 +181,8 @@ def chart_of(found: dict[str, Any]) -> str:
         Curve(f"cache of {length} rows", [(int(m), _ms(s)) for m, s in curve.items()])
         for length, curve in found["t_v_by_context"].items()
     ]
-    limit = Curve(
-        "limit of the hardware",
-        [(int(m), _ms(s)) for m, s in found["t_v_limit"].items()],
-        dashed=True,
-    )
+    least = [(int(m), _ms(s)) for m, s in found["t_v_limit"].items()]
+    limit = Curve("limit of the hardware", least, dashed=True)
     name = Path(found["model"].removesuffix(" (random weights)")).name
     title = f"T_V(M): {name}, {found['weights']}, {found['backends']['backend']}, {_threads(found)}"
     return draw(title, "rows of a pass, M", "milliseconds", [*curves, limit])
@@ -273,11 +260,8 @@ def command(
     found["others"] = None if most is None else asdict(most)
     busy = most is not None and most.share > OTHERS and not keep_anyway
     levels = read_found(ContextCurve, drafted["levels"]) if drafted is not None else None
-    found["t_d"] = (
-        {str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)}
-        if levels is not None
-        else {}
-    )
+    curve = () if levels is None else zip(levels.t_v.rows, levels.t_v.seconds, strict=True)
+    found["t_d"] = {str(rows): taken for rows, taken in curve}
     key = found.pop("key")
     if profile is not None and not busy:
         _keep_target(profile, key, calibration, found)
@@ -295,23 +279,16 @@ def command(
         if words := choice_of(configuration.settings.target).words:
             click.echo(words)
         if calibration.overhead_s is not None:
-            click.echo(
-                f"Messages, coordinator and HTTP add {found['overhead_ms']:.2f} ms to a pass of a "
-                "served reply."
-            )
+            added = f"{found['overhead_ms']:.2f} ms to a pass of a served reply"
+            click.echo(f"Messages, coordinator and HTTP add {added}.")
         if most is not None and not (busy and profile is not None):
             click.echo(f"Other programs {most.words}.")
     if busy and most is not None and profile is not None:
-        raise DovetailError(
-            f"nothing was saved because other programs {most.words}: stop them, or add "
-            "--keep-anyway"
-        )
+        text = f"nothing was saved because other programs {most.words}"
+        raise DovetailError(f"{text}: stop them, or add --keep-anyway")
     if not as_json:
-        note(
-            f"saved in {profile}"
-            if profile is not None
-            else f"not saved: {profile_path()} cannot be written"
-        )
+        lost = f"not saved: {profile_path()} cannot be written"
+        note(f"saved in {profile}" if profile is not None else lost)
 
 
 def _overhead_s(
@@ -341,31 +318,21 @@ def _overhead_s(
 
 def _check(configuration: Configuration) -> None:
     target = configuration.settings.target
-    for name, value in (
-        ("target.resident", target.resident),
-        ("target.split.layers", target.split.layers),
-    ):
-        if value != "auto":
-            raise SettingsError(
-                f"{name} = {value!r}: calibrate measures layers one by one; leave it out"
-            )
+    for name in ("target.resident", "target.split.layers"):
+        if (value := configuration.value(name)) != "auto":
+            text = f"{name} = {value!r}: calibrate measures layers one by one; leave it out"
+            raise SettingsError(text)
     if target.weights == BLOCKS and (device := beside_cpu(configuration)):
-        raise SettingsError(
-            f"layers on {device} are measured with random weights, not with target.weights = "
-            f"{BLOCKS!r}"
-        )
-    folder = Path(target.model).expanduser() if target.model else None
-    if (
-        folder is not None
-        and (folder.exists() or is_path(target.model))
-        and not (folder / "config.json").is_file()
-    ):
-        raise CheckpointError(
-            f"the target model {target.model} has no config.json: name a folder that has one, or a "
-            "hub id"
-        )
-    if folder is not None and not folder.exists():
-        check_source("target", target.model)
+        text = f"layers on {device} are measured with random weights"
+        raise SettingsError(f"{text}, not with target.weights = {BLOCKS!r}")
+    if target.model:
+        folder = Path(target.model).expanduser()
+        there = folder.exists()
+        if (there or is_path(target.model)) and not (folder / "config.json").is_file():
+            text = f"the target model {target.model} has no config.json"
+            raise CheckpointError(f"{text}: name a folder that has one, or a hub id")
+        if not there:
+            check_source("target", target.model)
     if _has_draft(configuration):
         check_draft(configuration.settings)
 
@@ -426,10 +393,8 @@ def _measure_both(
     target = configuration.settings.target
     place = layout_for(target)
     long = f"--seconds={seconds}"
-    ours = [
-        *(long, *(f"--context={length}" for length in contexts)),
-        *configuration.arguments("target"),
-    ]
+    lengths = [f"--context={length}" for length in contexts]
+    ours = [long, *lengths, *configuration.arguments("target")]
     with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
         found, spread = _measure(supervisor, "target", place.target, ours, step), []
         by_kernels = found["backends"]["backend"] == "kernels"
@@ -451,17 +416,10 @@ def _measure(
     step: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run the measurement for `role` in a process bound to `place`, and return its results."""
-    where = [
-        f"--role={role}",
-        f"--cores={place.cores_text}",
-        f"--memory-nodes={format_numbers(place.nodes)}",
-    ]
-    child = supervisor.start(
-        f"measurement of the {role}",
-        [*where, *arguments],
-        module="dovetail.launch.machine.measurement",
-        reads=True,
-    )
+    nodes, module = format_numbers(place.nodes), "dovetail.launch.machine.measurement"
+    where = [f"--role={role}", f"--cores={place.cores_text}", f"--memory-nodes={nodes}"]
+    name = f"measurement of the {role}"
+    child = supervisor.start(name, [*where, *arguments], module=module, reads=True)
     assert child.process.stdout is not None
     shown = 0
     for line in child.process.stdout:

@@ -194,14 +194,10 @@ def _clear(folders: list[Path]) -> None:
 def _write(out: Path, found: dict[str, Any], watch: RunWatch) -> None:
     found["files"] = [RESULT, FIGURE, TRACE]
     for name, text in ((FIGURE, draw(found)), (RESULT, json.dumps(found) + "\n")):
-        _write_text(out / name, text)
+        with writing(out / name, "the profile"):
+            (out / name).write_text(text, encoding="utf-8")
     clocks = {worker.name: worker.clock_bound_ns for worker in watch.workers}
     write_trace(out / TRACE, watch.spans, clocks)
-
-
-def _write_text(path: Path, text: str) -> None:
-    with writing(path, "the profile"):
-        path.write_text(text, encoding="utf-8")
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -251,12 +247,10 @@ def _devices(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ..
     for cause in WAITS:
         name = cause if cause == "no work" else f"waits for {cause}"
         yield name, *(f"{device['waiting'].get(cause, 0.0):.0%}" for device in every)
-    yield "its process", *(_share(_process(device["sampled"])) for device in every)
-    yield "its cores", *(_share(device["sampled"]["cores"]) for device in every)
-
-
-def _process(sampled: Mapping[str, float | None]) -> float | None:
-    return sampled["gpu"] if sampled["gpu"] is not None else sampled["process"]
+    sampled = [device["sampled"] for device in every]
+    own = [one["process"] if one["gpu"] is None else one["gpu"] for one in sampled]
+    yield "its process", *map(_share, own)
+    yield "its cores", *(_share(one["cores"]) for one in sampled)
 
 
 def _bounds(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
@@ -267,48 +261,27 @@ def _bounds(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         t_v_s, in_turn_s = bounds["t_v_s"], bounds["in_turn_s"]
         gain = (in_turn_s + t_v_s) / (bounds["exposed_s"] + t_v_s)
         most = 1.0 + min(in_turn_s, t_v_s) / max(in_turn_s, t_v_s)
-        yield (
-            "gain of drafting ahead",
-            f"{gain:.2f}",
-            f"{most:.2f}",
-            "1 + min / max of the two phases",
-        )
+        phases = "1 + min / max of the two phases"
+        yield "gain of drafting ahead", f"{gain:.2f}", f"{most:.2f}", phases
     if (one := bounds["pass"]) is None:
-        yield (
-            "bandwidth and arithmetic",
-            NOT_AVAILABLE,
-            NOT_AVAILABLE,
-            "known of a run of its own on the CPU",
-        )
+        why = "known of a run of its own on the CPU"
+        yield "bandwidth and arithmetic", NOT_AVAILABLE, NOT_AVAILABLE, why
         return
     of = f"({one['limits_from']}{'' if bounds['judged'] else '; not judged: other programs ran'})"
     longer_ms = 1e3 * max(one["t_p_s"], one["t_c_s"])
-    yield (
-        "weights read, GB/s",
-        f"{one['gb_s']:.1f}",
-        f"{one['bandwidth_gb_s']:.1f}",
-        f"bandwidth {of}",
-    )
-    yield (
-        "operations, 10^9/s",
-        f"{one['gflop_s']:.0f}",
-        f"{one['peak_gflop_s']:.0f}",
-        f"arithmetic {of}",
-    )
+    read, best = f"{one['gb_s']:.1f}", f"{one['bandwidth_gb_s']:.1f}"
+    yield "weights read, GB/s", read, best, f"bandwidth {of}"
+    done, best = f"{one['gflop_s']:.0f}", f"{one['peak_gflop_s']:.0f}"
+    yield "operations, 10^9/s", done, best, f"arithmetic {of}"
     yield "a pass, ms", f"{1e3 * bounds['t_v_s']:.2f}", f"{longer_ms:.2f}", "the longer of the two"
 
 
 def _machine(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, gpu in found["gpus"].items():
-        used, link = gpu["most_used_bytes"], gpu["link_gb_s"]
-        yield (
-            f"{name} {gpu['name']}",
-            f"{_share(gpu['busy'])} busy by its driver, "
-            f"{_number(None if used is None else used / 1e9, 1)} GB in use, "
-            f"bus {_number(link, 1)} GB/s",
-        )
-    without = [name for name, why in found["absent"].items() if why == NO_CARD]
-    if without:
+        used = None if gpu["most_used_bytes"] is None else gpu["most_used_bytes"] / 1e9
+        figures = f"{_number(used, 1)} GB in use, bus {_number(gpu['link_gb_s'], 1)} GB/s"
+        yield f"{name} {gpu['name']}", f"{_share(gpu['busy'])} busy by its driver, {figures}"
+    if without := [name for name, why in found["absent"].items() if why == NO_CARD]:
         yield "GPUs", f"none here ({' and '.join(without)} not asked)"
     for name, why in found["absent"].items():
         if why != NO_CARD:

@@ -30,7 +30,7 @@ from dovetail.launch.profiling.timeline import NS, Actor, Split, Use
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.models import with_draft, with_target
 from dovetail.protocol.calibration import LeastTime
-from dovetail.protocol.messages import RoundRecord
+from dovetail.protocol.messages import RoundRecord, SeenWorker, WorkerState
 from dovetail.protocol.settings import DRAFT_KINDS
 from dovetail.runtime.costs.passes import RowCosts
 from dovetail.runtime.costs.rounds import PairCosts
@@ -127,22 +127,16 @@ def _drafting(rates: Rates, measured: float | None) -> Iterator[Advice]:
             *(f"--tree.gamma={max(gammas)}", f"--tree.depth={max(depths)}"),
         )
         what = "let the tree's size follow what pays: policy goodput"
-        yield Advice(
-            "policy", what, flags, max(1.0, gain), f"at least the best tree of one size, {REPLAYED}"
-        )
+        basis = f"at least the best tree of one size, {REPLAYED}"
+        yield Advice("policy", what, flags, max(1.0, gain), basis)
     if evidence.own_device:
         other = not evidence.ahead
         gain = rates.rate(rates.option(now, ahead=other)) / rates.now
-        what = (
-            "keep drafting while the target verifies"
-            if other
-            else "draft only once the verdict has come"
-        )
+        what = "keep drafting while the target verifies"
+        what = what if other else "draft only once the verdict has come"
         yield Advice("ahead", what, (f"--draft.ahead={str(other).lower()}",), gain, REPLAYED)
-    gain = rates.alone / (measured or rates.now)
-    yield Advice(
-        "alone", "decode with the target alone", ("--draft=none",), gain, "measured passes"
-    )
+    gain, what = rates.alone / (measured or rates.now), "decode with the target alone"
+    yield Advice("alone", what, ("--draft=none",), gain, "measured passes")
 
 
 def _weights(rates: Rates, subject: Subject, say: Callable[[str], None]) -> Iterator[Advice]:
@@ -154,11 +148,8 @@ def _weights(rates: Rates, subject: Subject, say: Callable[[str], None]) -> Iter
         planner = _at_other_speed(rates.planner, subject, other)
         gain = rates.rate(rates.option(rates.tree, planner=planner)) / rates.now
         same = weights == "half"
-        what = (
-            "weights in the 16 bits of the checkpoint: the same function"
-            if same
-            else "weights in 8 bits: another function, with other tokens"
-        )
+        what = "weights in 8 bits: another function, with other tokens"
+        what = "weights in the 16 bits of the checkpoint: the same function" if same else what
         flags = (f"--target.weights={weights}", *(("--target.cache=fp32",) if same else ()))
         basis = "measured passes, in proportion to what the plan expects of both types"
         yield Advice("weights", what, flags, gain, basis, same=same)
@@ -186,14 +177,8 @@ def _placements(rates: Rates, subject: Subject) -> Iterator[Advice]:
     base, found = subject.configuration, rates.found
     draft, candidates = base.settings.draft, []
     if found.offers and DRAFT_KINDS[draft.kind].own_model:
-        reader = Reader(
-            base,
-            subject.design,
-            [],
-            folder_of,
-            embedded=subject.embedded,
-            width=rates.evidence.tree.width,
-        )
+        width, own = rates.evidence.tree.width, subject.embedded
+        reader = Reader(base, subject.design, [], folder_of, embedded=own, width=width)
         trees = [replace(rates.evidence.tree, gamma=g, depth=d) for g, d in found.trees]
         (candidate,) = reader.read([with_draft(draft).model])
         candidates = [replace(candidate, acceptance=found, trees=trees)]
@@ -204,18 +189,14 @@ def _placements(rates: Rates, subject: Subject) -> Iterator[Advice]:
         if not one.computed and one.nodes == 1:
             continue
         device = subject.device or "cpu"
-        flags = _flags(settings(one, device, device, base), base)
+        flags = tuple(
+            f"--{name}={SETTINGS[name].flag_text(value)}"
+            for name, value in settings(one, device, device, base).items()
+            if value != base.value(name)
+        )
         gain = one.tokens_per_s / now[0].tokens_per_s
         basis = "the plan's estimates for both placements, each with its best tree"
         yield Advice("placement", placement(one, device), flags, gain, basis)
-
-
-def _flags(changed: dict[str, Any], base: Any) -> tuple[str, ...]:
-    return tuple(
-        f"--{name}={SETTINGS[name].flag_text(value)}"
-        for name, value in changed.items()
-        if value != base.value(name)
-    )
 
 
 LEAST_S = 0.3
@@ -255,8 +236,8 @@ def find(
         "tau": tau,
         "tokens_per_s": rate,
         "accepted_per_position": [n / len(evidence.drafted) for n in accepted.values()],
-        "hit_rate": _share([record.hit for record in evidence.drafted]),
-        "plain_share": _share([not record.verified for record in evidence.records]),
+        "hit_rate": _mean([record.hit for record in evidence.drafted]),
+        "plain_share": _mean([not record.verified for record in evidence.records]),
         "devices": {actor.name: _device(actor, uses[actor.name], evidence) for actor in actors},
         "other_programs": others,
         "gpus": _gpus(evidence),
@@ -274,13 +255,13 @@ def find(
     }
 
 
-def _share(flags: Sequence[bool]) -> float | None:
-    return fmean(flags) if flags else None
+def _worker(actor: Actor, evidence: Evidence) -> tuple[SeenWorker | None, WorkerState | None]:
+    seen = next((worker for worker in evidence.workers if worker.name == actor.name), None)
+    return seen, next((state for state in evidence.states if state.name == actor.name), None)
 
 
 def _device(actor: Actor, use: Use, evidence: Evidence) -> dict[str, Any]:
-    worker = next((worker for worker in evidence.workers if worker.name == actor.name), None)
-    state = next((state for state in evidence.states if state.name == actor.name), None)
+    worker, state = _worker(actor, evidence)
     whole = use.whole_s or 1.0
     bound_ns = worker.clock_bound_ns if worker else None
     return {
@@ -301,8 +282,7 @@ def _device(actor: Actor, use: Use, evidence: Evidence) -> dict[str, Any]:
 def _sampled(actor: Actor, evidence: Evidence) -> dict[str, float | None]:
     """Return the samplers' figures of a process: how busy its cores were, with any process; the
     share of time that it ran; and for a GPU the driver's figures."""
-    worker = next((worker for worker in evidence.workers if worker.name == actor.name), None)
-    state = next((state for state in evidence.states if state.name == actor.name), None)
+    worker, state = _worker(actor, evidence)
     found: dict[str, float | None] = {"cores": None, "process": None, "gpu": None}
     if len(evidence.samples) < 2:
         return found
@@ -405,9 +385,8 @@ def _bounds(
 def _alone_from(plain: Sequence[RoundRecord], target: RowCosts) -> str:
     if plain:
         return f"measured in {counted(len(plain), 'round')} without a draft"
-    if target.seen(1):
-        return "predicted, from what the coordinator learned of passes over one row"
-    return "predicted, from passes over more rows"
+    rows = "what the coordinator learned of passes over one row" if target.seen(1) else ""
+    return f"predicted, from {rows or 'passes over more rows'}"
 
 
 def _pass(evidence: Evidence, subject: Subject, t_v_s: float) -> dict[str, Any] | None:

@@ -94,9 +94,7 @@ class Nvml:
         self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         try:
             self.read()
-        except (
-            self._nvml.NVMLError
-        ) as error:  # such as a part of a card (MIG) without separate figures
+        except self._nvml.NVMLError as error:  # such as a part of a card (MIG)
             raise Absent(f"NVML does not report how busy the card is: {error}") from None
 
     def read(self) -> Mapping[str, CardReading]:
@@ -113,13 +111,8 @@ class Nvml:
         rate = LANE_GB_S.get(LANES_GT_S.get(generation, 0.0))
         link = rate * lanes if rate is not None and lanes else None
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return CardReading(
-            name if isinstance(name, str) else name.decode(),
-            busy,
-            int(memory.used),
-            int(memory.total),
-            link,
-        )
+        name = name if isinstance(name, str) else name.decode()
+        return CardReading(name, busy, int(memory.used), int(memory.total), link)
 
     def _ask(self, question: Any, handle: Any) -> Any:
         try:

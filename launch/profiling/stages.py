@@ -59,6 +59,10 @@ class RunWatch:
         self._looked_s = self._sampled_s = 0.0
 
     @property
+    def went_ahead(self) -> bool:
+        return any(seen.record.ahead for seen in self.rounds)
+
+    @property
     def workers(self) -> Sequence[SeenWorker]:
         return [*self._workers.values()]
 
@@ -167,15 +171,8 @@ class Workload:
         one."""
         tree = self.settings.tree
         policy = tree.policy if self.settings.sampling.acceptance == "rejection" else "dynamic"
-        return tree.model_copy(
-            update={
-                "policy": policy,
-                "insist": True,
-                "gamma": gamma,
-                "depth": depth,
-                "thresholds": (),
-            }
-        )
+        shape = {"policy": policy, "gamma": gamma, "depth": depth}
+        return tree.model_copy(update={**shape, "insist": True, "thresholds": ()})
 
     def _recorded(self, prompt: Prompt, max_tokens: int, **fields: Any) -> list[RoundRecord]:
         rounds: list[RoundRecord] = []
@@ -220,9 +217,8 @@ def watch_others(watch: RunWatch, seconds: float, step: Callable[[str], None]) -
     except KeyboardInterrupt:
         watch.glance()
     if not watch.rounds:
-        raise UserError(
-            f"nothing was decoded in {seconds:g} s: send the server a request, or give a --prompt"
-        )
+        remedy = "send the server a request, or give a --prompt"
+        raise UserError(f"nothing was decoded in {seconds:g} s: {remedy}")
 
 
 OWN_END = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
@@ -252,7 +248,6 @@ def own_run(
         step("warmed up")
         with _watched(watch):
             workload.run(prompts, watch, step)
-        _check_rounds(watch)
         status = connection.client.status()
         soundings = workload.sound(prompts, step)
     tree, ahead = settings.tree, ahead_of(settings.draft)
@@ -262,7 +257,7 @@ def own_run(
         soundings=soundings,
         tree=Tree(tree.policy, tree.gamma, tree.depth, tree.width),
         adapts=not tree.insist,
-        ahead=_went_ahead(watch) if ahead is None else ahead,
+        ahead=watch.went_ahead if ahead is None else ahead,
         own_device=not set(layout.target.cores) & set(layout.draft.cores),
         workload=_workload_words(settings, len(prompts), seed, drafts=workload.drafts),
     )
@@ -290,14 +285,10 @@ def _evidence(watch: RunWatch, status: Reported, **fields: Any) -> Evidence:
 
 
 def _workload_words(settings: Settings, prompts: int, seed: int, *, drafts: bool) -> str:
-    tree = settings.tree
-    shape = (
-        f"policy {tree.policy}, {tree.gamma}/{tree.depth}/{tree.width}" if drafts else "no draft"
-    )
-    return (
-        f"{counted(prompts, 'prompt')}, temperature {settings.sampling.temperature:g}, "
-        f"seed {seed}, {shape}"
-    )
+    tree, heat = settings.tree, settings.sampling.temperature
+    shape = f"policy {tree.policy}, {tree.gamma}/{tree.depth}/{tree.width}"
+    how = shape if drafts else "no draft"
+    return f"{counted(prompts, 'prompt')}, temperature {heat:g}, seed {seed}, {how}"
 
 
 def attached(
@@ -328,7 +319,6 @@ def attached(
         with progress_bar(int(seconds), "s") as step, _watched(watch):
             watch_others(watch, seconds, step)
         words = "a server that was watched"
-    _check_rounds(watch)
     status = client.status()
     if not any("target" in worker.roles for worker in status.workers):
         raise UserError("the last target worker has left: this run cannot be profiled")
@@ -344,7 +334,7 @@ def attached(
         ),
         adapts=bool(prompts) and not settings.tree.insist,
         set_here=bool(prompts),
-        ahead=_went_ahead(watch),
+        ahead=watch.went_ahead,
         own_device=not _share_cores(watch),
         workload=words,
     )
@@ -357,14 +347,10 @@ def _behind(address: str) -> str:
     if not speaks_http(address):
         return address
     wanted = _listener(address)
-    found = next(
-        (one.address for one in announcements() if one.url and _listener(one.url) == wanted), None
-    )
-    if found is None:
-        raise UserError(
-            f"none of your servers here serves {address}: name its coordinator's address instead"
-        )
-    return found
+    for one in announcements():
+        if one.url and _listener(one.url) == wanted:
+            return one.address
+    raise UserError(f"none of your servers here serves {address}: name its coordinator's address")
 
 
 def _listener(url: str) -> tuple[str, str | None, int | None]:
@@ -375,11 +361,8 @@ def _listener(url: str) -> tuple[str, str | None, int | None]:
         port = parts.port
     except ValueError:
         raise UserError(f"{url!r} is not an address: write http://HOST:PORT for a server") from None
-    return (
-        parts.scheme,
-        "localhost" if parts.hostname in OWN_END else parts.hostname,
-        port or {"http": 80, "https": 443}.get(parts.scheme),
-    )
+    host = "localhost" if parts.hostname in OWN_END else parts.hostname
+    return parts.scheme, host, port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 @contextmanager
@@ -387,9 +370,6 @@ def _watched(watch: RunWatch) -> Iterator[None]:
     watch.begin()
     yield
     watch.end()
-
-
-def _check_rounds(watch: RunWatch) -> None:
     if not watch.rounds:
         raise UserError("no reply had a second token: take longer ones, or allow more tokens")
 
@@ -409,10 +389,6 @@ def _samplers(state: Reported) -> Samplers:
         if worker.host == here and Path(f"/proc/{worker.pid}").exists()
     ]
     return Samplers([*workers, *([coordinator] if coordinator is not None else []), os.getpid()])
-
-
-def _went_ahead(watch: RunWatch) -> bool:
-    return any(seen.record.ahead for seen in watch.rounds)
 
 
 def _share_cores(watch: RunWatch) -> bool:

@@ -73,10 +73,6 @@ class Use:
     def whole_s(self) -> float:
         return self.busy_s + sum(self.waiting_s.values())
 
-    @property
-    def busy(self) -> float:
-        return self.busy_s / self.whole_s if self.whole_s else 0.0
-
 
 def uses(
     slices: Sequence[Slice], actors: Sequence[Actor], start_ns: int, end_ns: int
