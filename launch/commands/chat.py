@@ -136,14 +136,8 @@ class Chat:
     def talk(self) -> None:
         self._talks = True
         note(self._answerer.models())
-        note(
-            (
-                f"what the draft proposed is in {DRAFTED}this colour{PLAIN}; "
-                if self._colours
-                else ""
-            )
-            + "/help lists the commands, Ctrl-D ends"
-        )
+        colour = f"what the draft proposed is in {DRAFTED}this colour{PLAIN}; "
+        note(f"{colour if self._colours else ''}/help lists the commands, Ctrl-D ends")
         with line_editing():
             while not self._ended:
                 try:
@@ -197,26 +191,15 @@ class Chat:
             self._conversation = before.with_answer(question, self._manner, answer)
         if answer.result is not None and answer.result.draft_failure is not None:
             note(failure_told(answer.result.draft_failure))
-        if answer.interrupted:
-            forgotten = (
-                "the question is dropped"
-                if before is self._conversation
-                else "the previous reply stays"
-            )
-            note(
-                "interrupted: the reply so far is kept"
-                if answer.text
-                else f"interrupted before the first word: {forgotten}"
-            )
-        elif (
-            answer.result is not None
-            and answer.result.finish_reason == "length"
-            and not self._as_json
-        ):
-            note(
-                "the reply was cut off here: --max-tokens allows longer ones, up to the model's "
-                "context"
-            )
+        length = answer.result is not None and answer.result.finish_reason == "length"
+        if answer.interrupted and answer.text:
+            note("interrupted: the reply so far is kept")
+        elif answer.interrupted:
+            dropped = before is self._conversation
+            kept = "the question is dropped" if dropped else "the previous reply stays"
+            note(f"interrupted before the first word: {kept}")
+        elif length and not self._as_json:
+            note("the reply was cut off: --max-tokens allows longer ones, up to the context")
 
     def _show(self, text: str, drafted: bool) -> None:
         if self._as_json:
@@ -297,17 +280,14 @@ def _changed(manner: Manner, command: Command) -> Manner:
 
 
 def _in_force(manner: Manner, name: str) -> str:
-    temperature = manner.sampling.temperature
-    held = {
-        "draft": "on" if manner.speculate else "off: the target decodes alone",
-        "temperature": (f"{temperature:g}" if temperature else "0: greedy")
-        if manner.decides("temperature")
-        else "as the server decides",
-        "seed": str(manner.seed)
-        if manner.seed is not None
-        else "random: another one for each reply",
-    }
-    return f"{name} {held[name]}"
+    heat, seed = manner.sampling.temperature, manner.seed
+    if name == "draft":
+        return "draft on" if manner.speculate else "draft off: the target decodes alone"
+    if name == "seed":
+        return f"seed {'random: another one for each reply' if seed is None else seed}"
+    if not manner.decides("temperature"):
+        return "temperature as the server decides"
+    return f"temperature {heat:g}" if heat else "temperature 0: greedy"
 
 
 def _seed(argument: str) -> int | None:

@@ -111,10 +111,8 @@ def command(
     wish = replace(wish, seed=random_seed() if seed is None else seed)
     if connect is not None and speaks_http(connect):
         if trace is not None or record is not None:
-            raise UserError(
-                "--trace and --record need the coordinator: connect to ipc:// or tcp://, not to a "
-                "URL"
-            )
+            text = "--trace and --record need the coordinator"
+            raise UserError(f"{text}: connect to ipc:// or tcp://, not to a URL")
         decode_over_http(wish, connect, text, as_json=as_json)
         return
     check_output(trace, "the trace")
@@ -129,11 +127,9 @@ def command(
         if trace is not None:
             from dovetail.runtime.telemetry.trace import write_trace  # sessions are sorted in here
 
-            write_trace(
-                trace,
-                finished.spans,
-                {worker.name: worker.clock_bound_ns for worker in connection.client.look().workers},
-            )
+            workers = connection.client.look().workers
+            clocks = {worker.name: worker.clock_bound_ns for worker in workers}
+            write_trace(trace, finished.spans, clocks)
     if as_json:
         click.echo(json.dumps(finished.result.model_dump(), ensure_ascii=False))
 
@@ -150,9 +146,8 @@ def _tell_about(wish: RequestSettings, connection: Connection, result: Result, l
     tell_full_context(result, settings.sampling.max_tokens)
     if wish.speculates and result.plain_rounds:
         state = connection.client.status()
-        decisions = (
-            state.decisions if connection.stack is not None else ()
-        )  # elsewhere they may be about sessions of other clients
+        # elsewhere they may be about sessions of other clients
+        decisions = state.decisions if connection.stack is not None else ()
         failed = "its draft failed" if result.draft_failure is not None else ""
         unwanted = "" if settings.tree.gamma else "tree.gamma is 0"
         missing = missing_draft(connection.state, state) or failed or unwanted
@@ -183,9 +178,8 @@ def _check_file_mode(
     prompt: str | None, connect: str | None, *, as_json: bool, trace: Path | None
 ) -> None:
     if connect is not None and is_url(connect):
-        raise UserError(
-            f"--prompts needs the coordinator: connect to ipc:// or tcp:// instead of {connect}"
-        )
+        text = "--prompts needs the coordinator"
+        raise UserError(f"{text}: connect to ipc:// or tcp:// instead of {connect}")
     if prompt is not None:
         raise UserError("a prompt and --prompts FILE are two different jobs: leave one of them out")
     if as_json or trace is not None:

@@ -67,18 +67,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        given = {
-            key: value
-            for key, value in self.sampling.model_dump().items()
-            if key == "temperature" or value != Sampling.model_fields[key].default
-        }
         sampling = " ".join(
             f"{key} {len(value)}" if isinstance(value, tuple) else f"{key} {value:g}"
-            for key, value in given.items()
+            for key, value in self.sampling.model_dump().items()
+            if key == "temperature" or value != Sampling.model_fields[key].default
         )
-        return (
-            f"{sampling} · gamma {self.tree.gamma} depth {self.tree.depth} width {self.tree.width}"
-        )
+        tree = self.tree
+        return f"{sampling} · gamma {tree.gamma} depth {tree.depth} width {tree.width}"
 
 
 @dataclass(frozen=True)
@@ -140,11 +135,8 @@ def command(
         return
     _check_settings(configuration)
     chosen = read_prompts(prompts or DEMO_PROMPTS)[:limit]
-    tokens = (
-        configuration.settings.sampling.max_tokens
-        if configuration.given("sampling.max_tokens")
-        else TOKENS
-    )
+    asked = configuration.given("sampling.max_tokens")
+    tokens = configuration.settings.sampling.max_tokens if asked else TOKENS
     cases = _cases(drafting_tree(configuration), tokens)
     with connected(configuration, connect) as connection, progress_bar(len(cases), "cases") as step:
         _log("the target and its draft are ready")
@@ -156,10 +148,8 @@ def command(
             _log(f"case {number} of {len(cases)}: {case.name}")
             checks.append(runs.check(case))
         if not runs.drafted and not any(check.failure for check in checks):
-            raise DovetailError(
-                "the draft proposed nothing, so nothing was compared: `dovetail status` shows the "
-                "workers"
-            )
+            text = "the draft proposed nothing, so nothing was compared"
+            raise DovetailError(f"{text}: `dovetail status` shows the workers")
         note(connection.models())
         agreement = Agreement(why="--text-tokens is 0")
         if text_tokens != 0:
@@ -191,10 +181,8 @@ def _check_settings(configuration: Configuration) -> None:
     if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
         raise UserError("nothing to compare without a draft: leave --draft none and --gamma 0 out")
     if configuration.settings.sampling.acceptance == "rejection":
-        raise UserError(
-            "rejection does not keep tokens, so there is nothing to compare: leave "
-            "--sampling.acceptance out"
-        )
+        text = "rejection does not keep tokens, so there is nothing to compare"
+        raise UserError(f"{text}: leave --sampling.acceptance out")
 
 
 def _show(checks: Sequence[CaseResult], agreement: Agreement, *, ok: bool, as_json: bool) -> None:
@@ -209,23 +197,14 @@ def _show(checks: Sequence[CaseResult], agreement: Agreement, *, ok: bool, as_js
             }
             for c in checks
         ]
-        click.echo(
-            json.dumps(
-                {
-                    "checks": rows,
-                    "transformers": {**asdict(agreement), "ok": agreement.ok},
-                    "ok": ok,
-                }
-            )
-        )
+        other = {**asdict(agreement), "ok": agreement.ok}
+        click.echo(json.dumps({"checks": rows, "transformers": other, "ok": ok}))
     else:
-        print_table(
-            ("case", "ok", "tokens", "margin", ""),
-            [
-                (c.case, c.ok, c.tokens, c.difference.margin if c.difference else "", _remark(c))
-                for c in checks
-            ],
-        )
+        cells = [
+            (c.case, c.ok, c.tokens, c.difference.margin if c.difference else "", _remark(c))
+            for c in checks
+        ]
+        print_table(("case", "ok", "tokens", "margin", ""), cells)
         click.echo(agreement.remark)
 
 
@@ -236,12 +215,9 @@ def _log(text: str) -> None:
 
 def refuse_lossy(workers: Iterable[WorkerState]) -> None:
     """`UserError` for a target whose tokens depend on the rest of the batch: no test could pass."""
-    for worker in workers:
-        if is_lossy(worker):
-            raise UserError(
-                f"{LOSSY} weights are not lossless even against themselves: use --weights int8, "
-                "half or fp32"
-            )
+    if any(map(is_lossy, workers)):
+        text = f"{LOSSY} weights are not lossless even against themselves"
+        raise UserError(f"{text}: use --weights int8, half or fp32")
 
 
 def _remark(check: CaseResult) -> str:
@@ -249,10 +225,8 @@ def _remark(check: CaseResult) -> str:
         return f"the draft failed in round {check.failure.round}: {printable(check.failure.error)}"
     if check.difference is None:
         return ""
-    return (
-        f"{'near-tie' if check.difference.near_tie else 'differs'} at token "
-        f"{check.difference.position}"
-    )
+    kind = "near-tie" if check.difference.near_tie else "differs"
+    return f"{kind} at token {check.difference.position}"
 
 
 def drafting_tree(configuration: Configuration) -> TreeSettings:
@@ -267,19 +241,14 @@ def drafting_tree(configuration: Configuration) -> TreeSettings:
 def _cases(tree: TreeSettings, tokens: int) -> list[Case]:
     """Every sampling with the tree of the settings, and greedy and plain sampling with a chain and
     with a large tree; replies have this many tokens."""
-    others = [tree.model_copy(update=shape) for shape in (CHAIN, WIDE)]
-    samplings = [
-        sampling.model_copy(update={"min_tokens": min(sampling.min_tokens, tokens)})
-        for sampling in SAMPLINGS
-    ]
-    return [
-        *(Case(sampling, tree) for sampling in samplings),
-        *(
-            Case(sampling, other)
-            for other in others
-            for sampling in (Sampling(), Sampling(temperature=1.0))
-        ),
-    ]
+    cases = []
+    for sampling in SAMPLINGS:
+        least = {"min_tokens": min(sampling.min_tokens, tokens)}
+        cases.append(Case(sampling.model_copy(update=least), tree))
+    for shape in (CHAIN, WIDE):
+        other = tree.model_copy(update=shape)
+        cases += [Case(Sampling(), other), Case(Sampling(temperature=1.0), other)]
+    return cases
 
 
 class _Runs:
@@ -296,10 +265,10 @@ class _Runs:
         tokens = 0
         differences, results = [], []
         for prompt in self._prompts:
-            alone = self._alone.get((case.sampling, prompt.id)) or self._decode(
-                case, prompt, speculate=False
-            )
-            self._alone[case.sampling, prompt.id] = alone
+            key = case.sampling, prompt.id
+            if key not in self._alone:
+                self._alone[key] = self._decode(case, prompt, speculate=False)
+            alone = self._alone[key]
             speculated = self._decode(case, prompt, speculate=True)
             results.append(speculated.result)
             tokens += speculated.result.completion_tokens

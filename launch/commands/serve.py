@@ -113,45 +113,29 @@ def _open(engine: str, configuration: Configuration, opened: ExitStack) -> Any:
 
 def _check_addresses(configuration: Configuration) -> None:
     http, coordinator = configuration.settings.http, configuration.settings.coordinator
-    check_port(
-        http.host,
-        http.port,
-        remedy="stop it, or choose another port with --http.port (0: any free one)",
-    )
+    remedy = "stop it, or choose another port with --http.port (0: any free one)"
+    check_port(http.host, http.port, remedy=remedy)
     listen(http.host, http.port).close()
     read_keys(http)
-    check_coordinator(
-        coordinator.listen, remedy="or choose another address with --coordinator.listen"
-    )
+    remedy = "or choose another address with --coordinator.listen"
+    check_coordinator(coordinator.listen, remedy=remedy)
 
 
 def _introduce(service: Any, configuration: Configuration, *, as_json: bool) -> None:
     if no_chats := preflight.no_chats(configuration.settings.target):
         note(f"  {no_chats}")
     if as_json:
-        click.echo(
-            json.dumps(
-                {
-                    "url": service.url,
-                    "address": service.address,
-                    "pid": os.getpid(),
-                    "pids": service.pids,
-                }
-            )
-        )
+        own = {"url": service.url, "address": service.address}
+        click.echo(json.dumps({**own, "pid": os.getpid(), "pids": service.pids}))
         return
     click.echo(service.url)
     state = service.state
     assert state is not None
     file = configuration.settings.http.api_key_file
-    key = (
-        f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(Path(file).expanduser()))})"'
-        if file
-        else ""
-    )
-    hello = (
-        {"prompt": "Hello."} if no_chats else {"messages": [{"role": "user", "content": "Hello."}]}
-    )
+    place = shlex.quote(str(Path(file).expanduser()))
+    key = f' -H "Authorization: Bearer $(head -n 1 {place})"' if file else ""
+    chat = {"messages": [{"role": "user", "content": "Hello."}]}
+    hello = {"prompt": "Hello."} if no_chats else chat
     path = "completions" if no_chats else "chat/completions"
     for said in filter(None, (models_of(state), kernels_of(state), ends_of(state))):
         note(f"  {said}")
@@ -159,14 +143,9 @@ def _introduce(service: Any, configuration: Configuration, *, as_json: bool) -> 
         note(f"  warning: {warning}")
     for fault in service.faults(time.monotonic()):
         note(f"  degraded: {fault.words}")
-    url = next(
-        (
-            service.url.replace(f"//{a}:", f"//{socket.gethostname()}:")
-            for a in ANYWHERE
-            if f"//{a}:" in service.url
-        ),
-        service.url,
-    )
+    url = service.url
+    for anywhere in ANYWHERE:
+        url = url.replace(f"//{anywhere}:", f"//{socket.gethostname()}:")
     note(
         f"  try it:  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' "
         f"-d '{json.dumps(hello)}'"

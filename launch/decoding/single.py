@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -117,15 +118,12 @@ def check_stops(stops: Sequence[str]) -> None:
     for stop in stops:
         if not stop:
             raise UserError("--stop '' would end every reply at once: leave it out")
-        if len(stop) > STOP_CHARACTERS:
-            raise UserError(
-                f"--stop {stop[:20]!r}... has {len(stop)} characters: {STOP_CHARACTERS} are "
-                "possible"
-            )
+        if (length := len(stop)) > STOP_CHARACTERS:
+            text = f"--stop {stop[:20]!r}... has {length} characters"
+            raise UserError(f"{text}: {STOP_CHARACTERS} are possible")
         if not is_unicode(stop):
-            raise UserError(
-                f"--stop {stop[:40]!r} is not valid UTF-8 text: set your terminal to UTF-8"
-            )
+            text = f"--stop {stop[:40]!r} is not valid UTF-8 text"
+            raise UserError(f"{text}: set your terminal to UTF-8")
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -171,10 +169,8 @@ def decode_one(
             elif isinstance(reply, Reported):
                 asked = False
                 if reply.totals.waiting and not waiting:
-                    note(
-                        ("\n" if shown else "")
-                        + f"waiting: {'; '.join(map(printable, reply.reasons))}"
-                    )
+                    reasons = "; ".join(map(printable, reply.reasons))
+                    note(("\n" if shown else "") + f"waiting: {reasons}")
                 waiting = bool(reply.totals.waiting)
             elif isinstance(reply, Emitted):
                 last = len(reply.tokens)
@@ -254,9 +250,8 @@ def decode_over_http(wish: RequestSettings, url: str, text: str, *, as_json: boo
     if not as_json and not answer.text.endswith("\n"):
         click.echo()
     if answer.result is None:
-        raise DovetailError(
-            f"the server at {url} sends no figures: it is not a dovetail server, or another version"
-        )
+        text = "it is not a dovetail server, or another version"
+        raise DovetailError(f"the server at {url} sends no figures: {text}")
     note(summary(answer.result, server.models()))
     if answer.result.fingerprints:
         note(other_targets(answer.result))
@@ -272,20 +267,18 @@ def cancel(connection: Connection, requests: list[int]) -> list[Finished]:
     """Cancel running requests and wait until the coordinator confirms it. Returns the results so
     far."""
     finished: list[Finished] = []
-    try:
+    with suppress(LinkClosed):
         for request in requests:
             connection.client.cancel(request)
-        left = set(requests)
+        left: set[int | None] = {*requests}
         for reply in connection.client.replies(CANCEL_GRACE_S):
             if isinstance(reply, Finished):
                 finished.append(reply)
                 left.discard(reply.request)
-            elif isinstance(reply, Failed) and reply.session is not None:
+            elif isinstance(reply, Failed):
                 left.discard(reply.session)
             if not left:
                 break
-    except LinkClosed:
-        pass
     return finished
 
 
@@ -299,10 +292,8 @@ NOTHING_OFFERED = "the draft offered nothing"
 def tell_full_context(result: Result, most: int) -> None:
     """Note that a reply of at most `most` tokens ended earlier because the context was full."""
     if result.finish_reason == "length" and result.completion_tokens < most:
-        note(
-            "the reply ended because the target's context is full, before --max-tokens "
-            f"{most}: prompt and reply share it"
-        )
+        text = "the reply ended because the target's context is full"
+        note(f"{text}, before --max-tokens {most}: prompt and reply share it")
 
 
 def summary(result: Result, models: str) -> str:
@@ -329,17 +320,15 @@ def summary(result: Result, models: str) -> str:
         parts.append(f"{counted(result.moves, 'move')} to another target")
     prefill = result.prefill_s if result.prefill_s > TOLD_SHARE * result.wall_s else 0.0
     waiting = result.queue_s if result.queue_s > TOLD_SHARE * result.wall_s else 0.0
-    worked = (
-        ("draft", result.draft_exposed_s),
-        ("verify", result.verify_s),
-        ("transport", result.transport_s),
-    )
-    shares = (("prefill", prefill), *worked, ("waiting", waiting))
-    parts.append(
-        " ".join(
-            f"{name} {100 * seconds / result.wall_s:.0f} %" for name, seconds in shares if seconds
-        )
-    )
+    shares = {
+        "prefill": prefill,
+        "draft": result.draft_exposed_s,
+        "verify": result.verify_s,
+        "transport": result.transport_s,
+        "waiting": waiting,
+    }
+    known = {name: 100 * seconds / result.wall_s for name, seconds in shares.items() if seconds}
+    parts.append(" ".join(f"{name} {share:.0f} %" for name, share in known.items()))
     return " · ".join((*parts, f"seed {result.seed}", models))
 
 
@@ -363,17 +352,13 @@ def without_speculation(
     """Return how many rounds the target decoded alone, and why. `insists`: whether the request did;
     `last`: tokens of the last round; `missing`: in words, that there is no draft."""
     plain, every = result.plain_rounds, result.plain_rounds == result.rounds
-    about = [
-        line for line in decisions if line.startswith("session ")
-    ]  # others are about a pair of workers
+    # other decisions are about a pair of workers
+    about = [line for line in decisions if line.startswith("session ")]
     full = result.finish_reason == "length" and last == 1 and (not every or plain == 1)
-    reasons = [
-        f"{result.control_rounds} to measure the target's pass over a single row"
-        if result.control_rounds
-        else "",
-        "the last, which had room for a single token" if full else "",
-        missing or (about[-1] if about else ""),
-    ]
+    reasons = ["the last, which had room for a single token" if full else ""]
+    if rounds := result.control_rounds:
+        reasons.insert(0, f"{rounds} to measure the target's pass over a single row")
+    reasons.append(missing or (about[-1] if about else ""))
     left = plain - result.control_rounds - full
     if left > 0 and not about and not missing:
         reasons.append(f"{left} in which {NOTHING_OFFERED if insists else NOTHING_PAID}")
@@ -428,17 +413,12 @@ def decode_file(
     rate = batch.tokens / taken_s
     note(f"{answered} answered: {tokens} in {taken_s:.2f} s · {rate:.1f} tokens/s")
     if batch.failure is not None:
-        note(
-            f"the draft failed in {counted(batch.failures, 'reply', 'replies')}; the first: "
-            f"{failure_told(batch.failure)}"
-        )
+        replies = counted(batch.failures, "reply", "replies")
+        note(f"the draft failed in {replies}; the first: {failure_told(batch.failure)}")
     if errors:
-        text = f"{len(errors)} of {len(prompts)} prompts were not answered"
-        raise (
-            UserError(text)
-            if all(isinstance(error, UserError) for _, error in errors)
-            else DovetailError(text)
-        )
+        mistakes = all(isinstance(error, UserError) for _, error in errors)
+        kind = UserError if mistakes else DovetailError
+        raise kind(f"{len(errors)} of {len(prompts)} prompts were not answered")
 
 
 class _Batch:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.bench.turns import open_journal
-from dovetail.launch.commands import profile, stratify
+from dovetail.launch.commands import stratify
 from dovetail.launch.files.outputs import open_answers, open_records
 from dovetail.launch.planning.acceptance import About
 from dovetail.launch.settings.thresholds import write_thresholds
@@ -53,7 +53,7 @@ def journal(path: Path) -> None:
 
 def rounds(path: Path) -> None:
     with no_room(), stratify._kept(path, {"target": "x"}) as (_, keep):
-        keep(stratify.Reply("a", ()))
+        keep(stratify.PromptRounds("a", ()))
 
 
 def thresholds(path: Path) -> None:
@@ -66,12 +66,7 @@ def trace(path: Path) -> None:
         write_trace(path, [])
 
 
-def report(path: Path) -> None:
-    with no_room():
-        profile._write_text(path, "<svg>")
-
-
-@pytest.mark.parametrize("write", [answers, records, journal, rounds, thresholds, trace, report])
+@pytest.mark.parametrize("write", [answers, records, journal, rounds, thresholds, trace])
 def test_whatever_writes_names_its_file_when_there_is_no_room(
     write: Callable[[Path], None], tmp_path: Path
 ) -> None:
