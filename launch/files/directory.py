@@ -76,10 +76,8 @@ def runtime_directory() -> Path:
         folder.mkdir(mode=0o700)
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise UserError(
-            f"the runtime directory {folder} must be yours, mode 0700: remove it, or set "
-            "XDG_RUNTIME_DIR"
-        )
+        remedy = "remove it, or set XDG_RUNTIME_DIR"
+        raise UserError(f"the runtime directory {folder} must be yours, mode 0700: {remedy}")
     return folder
 
 
@@ -90,14 +88,8 @@ def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
     folder = runtime_directory()
     remove_unused_logs(folder)
     path = folder / f"coordinator-{os.getpid()}-{crc32(address.encode()):08x}.json"
-    mine = Announcement(
-        address,
-        os.getpid(),
-        _state_and_start(os.getpid())[1],
-        keys and str(Path(keys).absolute()),
-        url,
-    )
-    _write(path, mine)
+    pid, folder_of_keys = os.getpid(), keys and str(Path(keys).absolute())
+    _write(path, Announcement(address, pid, _state_and_start(pid)[1], folder_of_keys, url))
     try:
         yield
     finally:
@@ -226,11 +218,8 @@ def writable_profile_path() -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
-    if os.access(path.parent, os.W_OK) and (
-        not path.exists() or os.access(path, os.R_OK | os.W_OK)
-    ):
-        return path
-    return None
+    usable = not path.exists() or os.access(path, os.R_OK | os.W_OK)
+    return path if usable and os.access(path.parent, os.W_OK) else None
 
 
 def announcements() -> list[Announcement]:
@@ -255,10 +244,9 @@ def only_announcement() -> Announcement | None:
     several."""
     found = announcements()
     if len(found) > 1:
-        choices = "; ".join(
-            f"--connect {a.address} ({a.process}{f', over HTTP {a.url}' if a.url else ''})"
-            for a in found
-        )
+        over = [f", over HTTP {one.url}" if one.url else "" for one in found]
+        ways = zip(found, over, strict=True)
+        choices = "; ".join(f"--connect {one.address} ({one.process}{url})" for one, url in ways)
         raise UserError(f"you have {len(found)} coordinators running: choose one with {choices}")
     return found[0] if found else None
 
@@ -266,10 +254,6 @@ def only_announcement() -> Announcement | None:
 def _state_and_start(pid: int) -> tuple[str, int]:
     """A process's state, and when it started, in ticks since the machine did (proc(5), fields 3 and
     22 of stat): unlike a time of day, that never changes."""
-    fields = (
-        Path(f"/proc/{pid}/stat")
-        .read_text(encoding="utf-8", errors="replace")
-        .rpartition(")")[2]
-        .split()
-    )
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])

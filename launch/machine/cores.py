@@ -59,11 +59,8 @@ def lay_out(
     own = target_nodes(topology, numa, target_bytes)
     other = _best([node for node in topology.computing if node not in own])[:1]
     most = cpus_for(topology.quota) if topology.quota is not None else len(topology.threads)
-    cores = (
-        [core for node in own for core in node.cores][:most]
-        if numa != "off"
-        else sorted(core for node in own for core in node.cores)[:most]
-    )
+    every = [core for node in own for core in node.cores]
+    cores = (every if numa != "off" else sorted(every))[:most]
     _check_threads(threads, _threads(cores))
     elsewhere = [core for node in other for core in node.cores][: most - len(cores)]
     shares = len(cores) == 1 or (len(cores) <= MOST_SHARED and not 0 < target_bytes < SMALL_BYTES)
@@ -90,10 +87,9 @@ def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
     draft gets the last core. `UserError` without two such nodes, or a thread for each."""
     nodes = [node for node in topology.computing if node.memory_bytes]
     if len(nodes) < 2:
-        raise UserError(
-            "target.numa = 'shard' needs several memory nodes; this process may use "
-            f"{_nodes(n.number for n in nodes)}"
-        )
+        known = _nodes(node.number for node in nodes)
+        text = "target.numa = 'shard' needs several memory nodes"
+        raise UserError(f"{text}; this process may use {known}")
     most = cpus_for(topology.quota) if topology.quota is not None else len(topology.threads)
     cores = _in_turn([(node, core) for core in node.cores] for node in nodes)[:most]
     spare = cores[-1] if len(cores) > MOST_SHARED else None
@@ -109,10 +105,8 @@ def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
         )[:threads]
     shards = [(node, tuple(core for at, core in taken if at == node)) for node in nodes]
     if not all(own for _, own in shards):
-        raise UserError(
-            f"target.numa = 'shard': {len(taken)} threads for {len(nodes)} memory nodes: raise "
-            "target.threads"
-        )
+        text = f"{len(taken)} threads for {len(nodes)} memory nodes: raise target.threads"
+        raise UserError(f"target.numa = 'shard': {text}")
     last, core = cores[-1]
     return CoreLayout(
         Place(
@@ -154,10 +148,8 @@ def parse_cores(text: str) -> tuple[int, ...]:
         raise UserError(f"--cores {text!r} is not a list of cores, such as 0,2-3")
     known = os.sched_getaffinity(0)
     if missing := sorted(set(cores) - known):
-        raise UserError(
-            f"--cores {text}: no core {missing[0]} for this process; it may use "
-            f"{format_numbers(sorted(known))}"
-        )
+        there = format_numbers(sorted(known))
+        raise UserError(f"--cores {text}: no core {missing[0]} for this process: use {there}")
     return cores
 
 
@@ -209,15 +201,11 @@ def _named(topology: Topology, numa: str) -> list[Node]:
 
 def _best(nodes: Sequence[Node]) -> list[Node]:
     """Nodes with memory first, then by cores, then by memory; among equals the lowest number."""
-    return sorted(
-        nodes,
-        key=lambda node: (
-            node.memory_bytes == 0,
-            -len(node.cores),
-            -node.memory_bytes,
-            node.number,
-        ),
-    )
+
+    def rank(node: Node) -> tuple[bool, int, int, int]:
+        return node.memory_bytes == 0, -len(node.cores), -node.memory_bytes, node.number
+
+    return sorted(nodes, key=rank)
 
 
 def _check_threads(wanted: Threads, here: Sequence[int]) -> None:
@@ -243,12 +231,9 @@ def _threads(cores: Sequence[tuple[int, ...]]) -> list[int]:
 
 def _parse_list(text: str) -> tuple[int, ...] | None:
     """The numbers in "0,2-3" in order; None for anything else."""
-    parts = [
-        re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip()) for part in text.split(",")
-    ]
-    ranges = [
-        range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part is not None
-    ]
+    listed = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+    parts = [listed.fullmatch(part.strip()) for part in text.split(",")]
+    ranges = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
     if not all(ranges) or len(ranges) < len(parts):
         return None
     return tuple(dict.fromkeys(number for numbers in ranges for number in numbers))

@@ -83,15 +83,12 @@ def check_memory(
         return
     for name, value, other in _smaller(settings, roles):
         if _refusal(smaller := needs_in(other), room) is None:
-            size = sum(need.size for need in smaller)
-            raise SettingsError(
-                f"{why}: with --{name} {value} "
-                f"{'it needs' if len(needs) == 1 else 'they need'} {_gb(size)}, which fits"
-            )
-    raise SettingsError(
-        f"{why}: take a smaller model, give a GPU a part of the target (target.split.device), "
-        f"or {remedy}"
-    )
+            size, they = sum(need.size for need in smaller), "it needs"
+            they = they if len(needs) == 1 else "they need"
+            text = f"{they} {_gb(size)}, which fits"
+            raise SettingsError(f"{why}: with --{name} {value} {text}")
+    gpu = "give a GPU a part of the target (target.split.device)"
+    raise SettingsError(f"{why}: take a smaller model, {gpu}, or {remedy}")
 
 
 def needed_bytes(settings: Settings, role: str) -> int:
@@ -124,16 +121,10 @@ def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
     for need in needs:
         if why := _refusal_of_nodes(need):
             return f"{_listed([need])}{why} (target.numa = 'off' lifts that)"
-        own = process_room()
-        if (
-            own is not None
-            and need.footprint.weights
-            and need.without_process().size + PROCESS_SPACE > own.size
-        ):
-            return (
-                f"{_listed([need])}, plus {_gb(PROCESS_SPACE)} of libraries, and there "
-                f"are {_gb(own.size)} {own.bound}"
-            )
+        own, size = process_room(), need.without_process().size + PROCESS_SPACE
+        if own is not None and need.footprint.weights and size > own.size:
+            more = f"plus {_gb(PROCESS_SPACE)} of libraries"
+            return f"{_listed([need])}, {more}, and there are {_gb(own.size)} {own.bound}"
     return None
 
 
@@ -219,46 +210,25 @@ def _bits(settings: Settings) -> int:
 
 
 def _by_library(settings: Settings, tensors: Sequence[Tensor]) -> bool:
-    return (
-        settings.target.backend == "library"
-        or settings.target.weights == "int8-per-tensor"
-        or (rearranged(tensors) and not _in_pieces(settings))
-    )
-
-
-def _in_pieces(settings: Settings) -> bool:
+    if settings.target.backend == "library" or settings.target.weights == "int8-per-tensor":
+        return True
     folder = _folder(with_target(settings.target).model)
-    return folder is not None and in_pieces(folder)
+    return rearranged(tensors) and not (folder is not None and in_pieces(folder))
 
 
 def _smaller(settings: Settings, roles: Sequence[str]) -> Iterator[tuple[str, str, Settings]]:
     """Yield settings that need less memory, as name, value and all settings, most exact first."""
-    tensors = _tensors(with_target(settings.target).model)
+    folder, target = _folder(with_target(settings.target).model), settings.target
+    smaller: list[tuple[str, str]] = []
     if "target" in roles or "unified" in roles:
-        for weights in types_below(
-            settings.target.weights, tensors, library=_by_library(settings, tensors)
-        ):
-            yield (
-                "target.weights",
-                weights,
-                settings.model_copy(
-                    update={"target": settings.target.model_copy(update={"weights": weights})}
-                ),
-            )
+        tensors = [] if folder is None else read_tensors(folder)
+        types = types_below(target.weights, tensors, library=_by_library(settings, tensors))
+        smaller += [("target", weights) for weights in types]
     if "draft" in roles and settings.draft.kind not in ("none", "ngram", "substitute"):
-        for weights in ("fp16", "int8"):
-            yield (
-                "draft.weights",
-                weights,
-                settings.model_copy(
-                    update={"draft": settings.draft.model_copy(update={"weights": weights})}
-                ),
-            )
-
-
-def _tensors(model: str) -> list[Tensor]:
-    folder = _folder(model)
-    return [] if folder is None else read_tensors(folder)
+        smaller += [("draft", "fp16"), ("draft", "int8")]
+    for part, weights in smaller:
+        own = getattr(settings, part).model_copy(update={"weights": weights})
+        yield f"{part}.weights", weights, settings.model_copy(update={part: own})
 
 
 def _folder(model: str) -> Path | None:

@@ -71,27 +71,22 @@ class Setting:
 
     def complaint(self, error: ValidationError, value: Any, origin: str) -> str:
         first = error.errors(include_url=False)[0]
+        given = f"{self.name} = {value!r} ({origin})"
         if first["type"] == "value_error":
-            return (
-                f"{self.name} = {value!r} ({origin}): "
-                f"{str(first['msg']).removeprefix('Value error, ')}"
-            )
-        return f"{self.name} = {value!r} ({origin}) is not possible: write {self.expected}"
+            return f"{given}: {str(first['msg']).removeprefix('Value error, ')}"
+        return f"{given} is not possible: write {self.expected}"
 
     def flag_text(self, value: Any) -> str:
         """The text that `parse` reads as this value."""
-        if isinstance(value, tuple):
-            return ",".join(
-                f"{part[0]}={part[1]!r}" if self.is_table else str(part) for part in value
-            )
-        return str(value)
+        if not isinstance(value, tuple):
+            return str(value)
+        return ",".join(f"{p[0]}={p[1]!r}" if self.is_table else str(p) for p in value)
 
     def toml(self, value: Any) -> str:
         if not self.is_table:
             return json.dumps(list(value) if isinstance(value, tuple) else value)
-        return (
-            f"{{ {', '.join(f'{key} = {number!r}' for key, number in value)} }}" if value else "{}"
-        )
+        pairs = ", ".join(f"{key} = {number!r}" for key, number in value)
+        return f"{{ {pairs} }}" if value else "{}"
 
 
 def _leaves(name: str, info: FieldInfo) -> dict[str, Setting]:

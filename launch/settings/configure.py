@@ -165,20 +165,15 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"the settings file {path} is not TOML: {error}") from None
     values: dict[str, Any] = {}
     for section, part in content.items():
-        if section in ALL_SECTIONS and not isinstance(part, dict):
+        if section not in ALL_SECTIONS:
+            remedy = _suggest(section, ALL_SECTIONS) or "choose " + ", ".join(ALL_SECTIONS)
+            raise SettingsError(f"{section} in {path} is not a section of the settings: {remedy}")
+        if not isinstance(part, dict):
             name = names_in([section])[0]
             example = f"{name.split('.')[1]} = {json.dumps(SETTINGS[name].default)}"
-            raise SettingsError(
-                f"{section} in {path} must be a table: [{section}] and lines such as {example}"
-            )
-        if section not in ALL_SECTIONS:
-            raise SettingsError(
-                f"{section} in {path} is not a section of the settings: "
-                f"{_suggest(section, ALL_SECTIONS) or 'choose ' + ', '.join(ALL_SECTIONS)}"
-            )
-        values.update(
-            {_setting(name, str(path)).name: value for name, value in _flat(section, part)}
-        )
+            text = f"{section} in {path} must be a table"
+            raise SettingsError(f"{text}: [{section}] and lines such as {example}")
+        values |= {_setting(name, str(path)).name: value for name, value in _flat(section, part)}
     return values
 
 
@@ -200,24 +195,17 @@ def _variables(environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
     for name, text in environment.items():
         if name in by_name:
             found.append((by_name[name], text))
-        elif name in collapsed:
-            raise SettingsError(
-                f"the variable {name} = {text!r} is not a setting: did you mean {collapsed[name]}?"
-            )
-        elif name.startswith(PREFIX) and "__" in name:
-            raise SettingsError(
-                f"the variable {name} = {text!r} is not a setting: "
-                f"{_suggest(name, by_name) or 'see `dovetail config show` for their names'}"
-            )
+        elif name in collapsed or (name.startswith(PREFIX) and "__" in name):
+            near = f"did you mean {collapsed[name]}?" if name in collapsed else ""
+            near = near or _suggest(name, by_name) or "see `dovetail config show` for their names"
+            raise SettingsError(f"the variable {name} = {text!r} is not a setting: {near}")
     return found
 
 
 def _setting(name: str, origin: str) -> Setting:
     if name not in SETTINGS:
-        raise SettingsError(
-            f"there is no setting {name!r} ({origin}): "
-            f"{_suggest(name, SETTINGS) or 'see `dovetail config show` for all of them'}"
-        )
+        near = _suggest(name, SETTINGS) or "see `dovetail config show` for all of them"
+        raise SettingsError(f"there is no setting {name!r} ({origin}): {near}")
     return SETTINGS[name]
 
 
@@ -241,10 +229,8 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str], local: boo
     for name in PATHS & values.keys():
         written = str(values[name]).lower()
         if written in SWITCHES and (name, written) != ("coordinator.journal", "off"):
-            raise SettingsError(
-                f"{name} = {values[name]!r} ({origins[name]}) looks like a switch, and names a "
-                f"path: write ./{values[name]} for a path of that name"
-            )
+            text = f"{name} = {values[name]!r} ({origins[name]}) looks like a switch"
+            raise SettingsError(f"{text}, and names a path: write ./{values[name]} for that path")
     settings = _with_queues(settings, origins)
     named = settings.tree.thresholds
     return Configuration(
@@ -275,9 +261,6 @@ def _with_thresholds(settings: Settings, thresholds: str | tuple[float, ...]) ->
 
 def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     where = [str(part) for part in error.errors(include_url=False)[0]["loc"]]
-    name = next(
-        name
-        for length in range(len(where), 0, -1)
-        if (name := ".".join(where[:length])) in SETTINGS
-    )
+    starts = (".".join(where[:length]) for length in range(len(where), 0, -1))
+    name = next(name for name in starts if name in SETTINGS)
     return SETTINGS[name].complaint(error, values[name], origins[name])

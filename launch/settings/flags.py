@@ -123,18 +123,14 @@ def take_settings(parameters: dict[str, Any]) -> dict[str, str]:
         for name in SETTINGS
         if _parameter(name) in parameters
     }
-    texts = {
-        name: ",".join(text) or None if isinstance(text, tuple) else text
-        for name, text in flags.items()
-    }
-    given = {name: text for name, text in texts.items() if text is not None}
+    given = {name: text for name, text in flags.items() if text not in (None, ())}
+    given = {name: ",".join(t) if isinstance(t, tuple) else t for name, t in given.items()}
     if (draft_short := parameters.pop("draft_short", None)) is not None:
         name = "draft.kind" if draft_short in DRAFT_KINDS else "draft.model"
         _check_misspelling(draft_short)
         if given.setdefault(name, draft_short) != draft_short:
-            raise SettingsError(
-                f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one out"
-            )
+            both = f"--draft {draft_short} and --{name} {given[name]}"
+            raise SettingsError(f"{both} name two drafts: leave one out")
     return given
 
 
@@ -150,10 +146,8 @@ def _options(
         group = GROUPS[name.partition(".")[0]]
         short = SHORT_FORMS.get(name)
         forms = [setting.flag, *([] if short is None or short in without else [short])]
-        text = (
-            f"{setting.field.description}  [default: "
-            f"{'empty' if setting.default in ('', ()) else setting.default}]"
-        )
+        default = "empty" if setting.default in ("", ()) else setting.default
+        text = f"{setting.field.description}  [default: {default}]"
         options.append(
             click.option(
                 *forms,
@@ -167,41 +161,25 @@ def _options(
             )
         )
         if name == "draft.model":
-            text = (
-                "the draft by its kind (such as dovetail, a head, or ngram, a look-up) or "
-                "its model; none decodes with the target alone"
-            )
-            options.append(
-                click.option(
-                    "--draft",
-                    "draft_short",
-                    metavar="MODEL|KIND|none",
-                    cls=Grouped,
-                    group=group,
-                    help=text,
-                )
-            )
+            text = "the draft by its kind (such as dovetail, a head, or ngram, a look-up) or "
+            text += "its model; none decodes with the target alone"
+            shown_as: dict[str, Any] = {"metavar": "MODEL|KIND|none", "cls": Grouped}
+            own = click.option("--draft", "draft_short", **shown_as, group=group, help=text)
+            options.append(own)
     return options
 
 
 def _check_misspelling(draft: str) -> None:
     """`SettingsError` if `draft` is a number or a misspelt kind, and no folder: it would be looked
     up on the hub."""
-    if draft.isdigit() and not Path(draft).exists():
-        raise SettingsError(
-            f"--draft {draft} is neither a kind of draft nor a folder: --draft names the draft, "
-            "and --tree.gamma says how many nodes are verified"
-        )
-    near: list[str] = (
-        []
-        if draft in DRAFT_KINDS or Path(draft).expanduser().exists()
-        else difflib.get_close_matches(draft, DRAFT_KINDS, 1, 0.75)
-    )
-    if near:
-        raise SettingsError(
-            f"--draft {draft} is neither a kind of draft nor a folder: did you mean {near[0]}? (a "
-            f"model of the hub: --draft.model {draft})"
-        )
+    if draft in DRAFT_KINDS or Path(draft).expanduser().exists():
+        return
+    neither = f"--draft {draft} is neither a kind of draft nor a folder"
+    if draft.isdigit():
+        raise SettingsError(f"{neither}: --tree.gamma says how many nodes are verified")
+    if near := difflib.get_close_matches(draft, DRAFT_KINDS, 1, 0.75):
+        hub = f"(a model of the hub: --draft.model {draft})"
+        raise SettingsError(f"{neither}: did you mean {near[0]}? {hub}")
 
 
 def _parameter(name: str) -> str:

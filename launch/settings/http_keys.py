@@ -70,11 +70,8 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
     if the file is not one of keys."""
     if not settings.api_key_file:
         if not is_here_only(settings.host):
-            text = (
-                f"http.host = {settings.host!r} is open to other machines, which needs a "
-                "key: write one into a file and name it with --http.api_key_file"
-            )
-            raise SettingsError(text)
+            text = f"http.host = {settings.host!r} is open to other machines, which needs a key"
+            raise SettingsError(f"{text}: write one into a file: --http.api_key_file FILE")
         return ()
     path = Path(settings.api_key_file).expanduser()
     try:
@@ -83,16 +80,12 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
             raise SettingsError(f"http.api_key_file {path} is not a regular file")
         text = read_text(path, f"http.api_key_file {path}")
     except OSError as error:
-        raise SettingsError(
-            f"http.api_key_file {path} cannot be read: "
-            + unread(
-                error, f"`(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})` makes it"
-            )
-        ) from None
+        maker = f"`(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})` makes it"
+        why = unread(error, maker)
+        raise SettingsError(f"http.api_key_file {path} cannot be read: {why}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SettingsError(
-            f"http.api_key_file {path} can be read by others: chmod 600 {shlex.quote(str(path))}"
-        )
+        remedy = f"chmod 600 {shlex.quote(str(path))}"
+        raise SettingsError(f"http.api_key_file {path} can be read by others: {remedy}")
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     keys = {number: line for number, line in lines if line}
     wrong = {number: what for number, key in keys.items() if (what := _fault(key))}
@@ -117,11 +110,8 @@ def _fault(line: str) -> str:
 def is_here_only(host: str) -> bool:
     """Return whether only this machine can reach an address."""
     try:
-        return all(
-            is_loopback(str(address[4][0]))
-            for address in socket.getaddrinfo(
-                host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-        )
+        kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+        found = socket.getaddrinfo(host or None, 0, type=kind, flags=flags)
+        return all(is_loopback(str(address[4][0])) for address in found)
     except (OSError, UnicodeError):
         return True  # not an address: `listen` reports it

@@ -65,19 +65,15 @@ def read_thresholds(path: Path) -> Thresholds:
     try:
         content = tomllib.loads(read_text(path, f"the file of thresholds {path}"))
     except OSError as error:
-        raise SettingsError(
-            f"the thresholds in {path} cannot be read: "
-            + unread(error, "`dovetail stratify` makes them")
-        ) from None
+        why = unread(error, "`dovetail stratify` makes them")
+        raise SettingsError(f"the thresholds in {path} cannot be read: {why}") from None
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(
-            f"the thresholds in {path} are damaged ({error}): run `dovetail stratify` again"
-        ) from None
+        text = f"the thresholds in {path} are damaged ({error})"
+        raise SettingsError(f"{text}: run `dovetail stratify` again") from None
     bounds, holds_for = _bounds(content.get("thresholds")), content.get("holds_for")
     if not bounds or not isinstance(holds_for, dict):
-        raise SettingsError(
-            f"{path} is not a file of thresholds: make it again with `dovetail stratify`"
-        )
+        remedy = "make it again with `dovetail stratify`"
+        raise SettingsError(f"{path} is not a file of thresholds: {remedy}")
     return Thresholds(bounds, holds_for)
 
 
@@ -92,18 +88,9 @@ def write_thresholds(
         "`dovetail stratify`: name this file as tree.thresholds.",
         f"thresholds = {json.dumps(list(thresholds))}",
     ]
-    for name, section in sections.items():
-        lines += [
-            "",
-            f"[{name}]",
-            *(f"{key} = {json.dumps(value)}" for key, value in section.items()),
-        ]
-    for stratum in bins:
-        lines += [
-            "",
-            "[[bins]]",
-            *(f"{key} = {json.dumps(value)}" for key, value in stratum.items()),
-        ]
+    tables = [(f"[{name}]", section) for name, section in sections.items()]
+    for heading, table in [*tables, *(("[[bins]]", stratum) for stratum in bins)]:
+        lines += ["", heading, *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     with writing(path, "the thresholds"):
         path.write_text("\n".join((*lines, "")), encoding="utf-8")
 
@@ -115,11 +102,8 @@ def draft_facts(draft: DraftSettings) -> dict[str, str]:
         return {"draft": f"substitute ({draft.weights})", "draft_sha256": ""}
     source = with_draft(draft).model
     folder = Path(source).expanduser()
-    name = (
-        f"embedded {folder.relative_to(DEMO_FOLDER)}"
-        if folder.is_relative_to(DEMO_FOLDER)
-        else source
-    )
+    ours = folder.is_relative_to(DEMO_FOLDER)
+    name = f"embedded {folder.relative_to(DEMO_FOLDER)}" if ours else source
     return {"draft": name, "draft_sha256": _digest(folder) if folder.is_dir() else ""}
 
 
