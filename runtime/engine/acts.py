@@ -2,13 +2,21 @@
 method of another part. The parts need each other, so they are bound here once all exist."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from dovetail.protocol.errors import RequestError
+from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Message
-from dovetail.runtime.engine.running import RunningRequest
+from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.engine.running import Census, RunningRequest
+from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.fleet.placement import Placement
+from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.request import Request
+from dovetail.runtime.telemetry.event_log import EventLog
+from dovetail.runtime.telemetry.metrics import Dropped, Tally
 
 Outcome = Request | RequestError  # a request in tokens, or the reason why it cannot be served
 
@@ -49,3 +57,27 @@ class Acts:
     """Read a request in another thread, and continue with the outcome."""
 
     decide: Callable[[str], None]  # log a decision, and keep it for `status`
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Values that the parts of a coordinator read; only the owner of a value changes it."""
+
+    hub: Hub
+    acts: Acts
+    settings: CoordinatorSettings
+    service: ServiceState
+    running: dict[int, RunningRequest]  # the sessions by their numbers, including trials
+    census: Census
+    registry: Registry
+    placement: Placement
+    failing: FailingDrafts
+    observing: EventLog
+    tally: Tally
+    dropped: Dropped
+    now_ns: Callable[[], int]
+
+    @property
+    def epoch(self) -> int:
+        """The incarnation of the coordinator."""
+        return self.service.epoch

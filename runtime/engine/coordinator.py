@@ -32,7 +32,7 @@ from dovetail.protocol.messages import (
     Verified,
 )
 from dovetail.protocol.settings import CoordinatorSettings
-from dovetail.runtime.engine.acts import Acts, Outcome
+from dovetail.runtime.engine.acts import Acts, EngineState, Outcome
 from dovetail.runtime.engine.admission import Admission
 from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.client_requests import ClientRequests, observe
@@ -42,7 +42,7 @@ from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.engine.running import Census, RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.sessions import Sessions
-from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.engine.shared import Shared, WaitingRequest
 from dovetail.runtime.engine.starting import Starting
 from dovetail.runtime.engine.status import Status
 from dovetail.runtime.engine.stored import MessageRecorder, ReplyStore
@@ -100,9 +100,8 @@ class Coordinator:
         self.registry = Registry(self.epoch)
         self._ticked_ns = clock_ns()
         self._running: dict[int, RunningRequest] = {}
-        self._census = Census(self._running)
-        self._tally, self._dropped = Tally(), Dropped()
-        self._failing, self._observing = FailingDrafts(), EventLog(clock_ns)
+        self._census, self._acts = Census(self._running), Acts()
+        self._dropped, self._observing = Dropped(), EventLog(clock_ns)
         self._placement = Placement(
             self.registry,
             self.epoch,
@@ -111,44 +110,39 @@ class Coordinator:
             say=partial(self.decide, level=logging.DEBUG),
             sessions=journal.sessions if journal is not None else 0,
         )
-        parts = (self.service, self._running, self.registry, self._placement)
-        acts = self._acts = Acts()
-        self._moving = Moving(*parts, self._failing, settings, acts, clock_ns)
-        ahead = ReadingAhead(
-            self.service,
-            self._running,
-            self._placement,
-            self._moving,
-            acts,
-            clock_ns,
-            reuse=settings.reuse,
-        )
-        self._changes = Changes(*parts, self._moving, ahead, acts, clock_ns)
-        self._rebalancing = Rebalancing(*parts, self._moving, self._tally, acts, clock_ns, ahead)
-        self._open_rooms(later)
-
-    def _open_rooms(self, later: Later) -> None:
-        """Make the parts that receive and the parts that send messages."""
-        shared = self._shared = Shared(
-            self._hub,
+        state = EngineState(
+            hub,
             self._acts,
-            self._settings,
+            settings,
             self.service,
             self._running,
             self._census,
             self.registry,
             self._placement,
-            self._failing,
-            self._moving,
-            self._changes,
+            FailingDrafts(),
             self._observing,
-            self._tally,
+            Tally(),
             self._dropped,
-            self.now_ns,
-            FairQueue(self._settings.queue, self._settings.key_queue),
-            deque(),
-            self._journal,
+            clock_ns,
         )
+        self._moving = Moving(state)
+        ahead = ReadingAhead(state, self._moving)
+        self._changes = Changes(state, self._moving, ahead)
+        self._rebalancing = Rebalancing(state, self._moving, ahead)
+        queue = FairQueue[WaitingRequest](settings.queue, settings.key_queue)
+        self._shared = Shared(
+            **vars(state),
+            moving=self._moving,
+            changes=self._changes,
+            queue=queue,
+            notes=deque(),
+            journal=journal,
+        )
+        self._open_rooms(later)
+
+    def _open_rooms(self, later: Later) -> None:
+        """Make the parts that receive and the parts that send messages."""
+        shared = self._shared
         claims = self._claims = Claims(shared)
         post = self._post = Outgoing(self._hub, self._observing, self._acts, later, sent=self._sent)
         self._admission = Admission(shared, post, claims)

@@ -5,25 +5,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Feed, Submit
-from dovetail.protocol.settings import CoordinatorSettings
-from dovetail.runtime.engine.acts import Acts
+from dovetail.runtime.engine.acts import EngineState
 from dovetail.runtime.engine.faults import aside
-from dovetail.runtime.engine.running import Census, RunningRequest
 from dovetail.runtime.engine.stored import ReplyStore, StoredReply
-from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.outbox import TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
-from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.session.request import TOKEN_BYTES as PACKED_BYTES
 from dovetail.runtime.session.request import Request
-from dovetail.runtime.telemetry.event_log import EventLog
-from dovetail.runtime.telemetry.metrics import Dropped, Tally
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,24 +37,11 @@ class WaitingRequest:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Values that every part may read; only the owner of a value changes it."""
+class Shared(EngineState):
+    """What also the parts that act on messages share."""
 
-    hub: Hub
-    acts: Acts
-    settings: CoordinatorSettings
-    service: ServiceState
-    running: dict[int, RunningRequest]  # the sessions by their numbers, including trials
-    census: Census
-    registry: Registry
-    placement: Placement
-    failing: FailingDrafts
     moving: Moving
     changes: Changes
-    observing: EventLog
-    tally: Tally
-    dropped: Dropped
-    now_ns: Callable[[], int]
     queue: FairQueue[WaitingRequest]  # requests that wait for room
     notes: deque[Callable[[], object]]
     """Deferred bookkeeping, done once workers have their commands."""
@@ -93,8 +72,3 @@ class Shared:
     def _keep_books(self) -> None:
         while self.notes:
             self.notes.popleft()()
-
-    @property
-    def epoch(self) -> int:
-        """The incarnation of the coordinator."""
-        return self.service.epoch

@@ -3,21 +3,17 @@ at any time. Lost, late and leaving workers are removed from sessions here; `pla
 the next."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Close, Drafted, Refeed
-from dovetail.protocol.settings import CoordinatorSettings
-from dovetail.runtime.engine.acts import Acts
+from dovetail.runtime.engine.acts import EngineState
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import Loss, RunningRequest
 from dovetail.runtime.fleet.beginnings import comes_later, has_room, held_on, needs
-from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.session.draft_sync import Joining
 from dovetail.runtime.session.request import Base, Request
 from dovetail.runtime.session.state import State
@@ -32,21 +28,10 @@ MOST_LOOKED_AT = 8  # waiting sessions that are checked after every event; other
 class Moving:
     """Moves sessions whose workers leave or are lost."""
 
-    def __init__(
-        self,
-        service: ServiceState,
-        running: Mapping[int, RunningRequest],
-        registry: Registry,
-        placement: Placement,
-        failing: FailingDrafts,
-        settings: CoordinatorSettings,
-        acts: Acts,
-        clock_ns: Callable[[], int],
-    ) -> None:
-        """`running`: the sessions by their numbers."""
-        self._service, self._running, self._registry = service, running, registry
-        self._placement, self._failing, self._now_ns = placement, failing, clock_ns
-        self._acts = acts
+    def __init__(self, state: EngineState) -> None:
+        self._service, self._running, self._registry = state.service, state.running, state.registry
+        self._placement, self._failing, self._now_ns = state.placement, state.failing, state.now_ns
+        self._acts, settings = state.acts, state.settings
         self._recovery_s, self._move_to = settings.recovery_s, settings.move
         self._stuck_ns, self._reuse = int(settings.stuck_s * 1e9), settings.reuse
 

@@ -3,15 +3,12 @@ log in an internal session, while the old target continues to serve. The rows ar
 session reuses them: it pauses only until the tokens committed meanwhile are prefilled."""
 
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from dovetail.protocol.messages import Failed, Finished, Hello, Message
-from dovetail.runtime.engine.acts import Acts
+from dovetail.runtime.engine.acts import EngineState
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import ServiceState
 from dovetail.runtime.moves.moving import Moving
 
 MOST_LAG = 8
@@ -37,20 +34,10 @@ class Reading:
 class ReadingAhead:
     """Makes targets prefill logs ahead of moves."""
 
-    def __init__(
-        self,
-        service: ServiceState,
-        running: Mapping[int, RunningRequest],
-        placement: Placement,
-        moving: Moving,
-        acts: Acts,
-        clock_ns: Callable[[], int],
-        *,
-        reuse: bool,
-    ) -> None:
-        """`running`: the sessions by their numbers; `reuse`: sessions reuse kept rows."""
-        self._service, self._running, self._placement = service, running, placement
-        self._moving, self._acts, self._now_ns, self._reuse = moving, acts, clock_ns, reuse
+    def __init__(self, state: EngineState, moving: Moving) -> None:
+        self._running, self._placement, self._moving = state.running, state.placement, moving
+        self._acts, self._now_ns, self._reuse = state.acts, state.now_ns, state.settings.reuse
+        self._epoch = state.epoch
 
     def able(self, running: RunningRequest, target: Worker) -> bool:
         """Return whether a target can prefill the log of a session ahead."""
@@ -68,8 +55,7 @@ class ReadingAhead:
             logprobs=None,
             record=False,
         )
-        epoch = self._service.epoch
-        hello = Hello(epoch=epoch, roles=("client",), name="move", host="", pid=os.getpid())
+        hello = Hello(epoch=self._epoch, roles=("client",), name="move", host="", pid=os.getpid())
         ours = ClientPeer(b"", hello, hear=reading.hear)
         reader = self._placement.read_log(ours, target, log, self._now_ns())
         reader.reads_for, reading.reader = running, reader

@@ -7,7 +7,7 @@ same, so no byte changes, and the draft continues. A move that fails before the 
 old target changes nothing; later failures count as a loss. The next move is considered when the
 moved session has had some rounds, which show the present time of passes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -15,15 +15,12 @@ from typing import Literal
 from dovetail.protocol.messages import Failed
 from dovetail.runtime.control.pairs import CPU, share_cores, share_device
 from dovetail.runtime.costs.passes import PooledPasses
-from dovetail.runtime.engine.acts import Acts
+from dovetail.runtime.engine.acts import EngineState
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.session.state import State
-from dovetail.runtime.telemetry.metrics import Tally
 
 WORTH = 2.0  # least ratio of a move's saving to its cost, since both are predictions
 LEAST_GAIN = 0.05
@@ -152,22 +149,10 @@ class Under:
 class Rebalancing:
     """Finds moves that pay off, and makes them one at a time."""
 
-    def __init__(
-        self,
-        service: ServiceState,
-        running: Mapping[int, RunningRequest],
-        registry: Registry,
-        placement: Placement,
-        moving: Moving,
-        tally: Tally,
-        acts: Acts,
-        clock_ns: Callable[[], int],
-        ahead: ReadingAhead,
-    ) -> None:
-        """`running`: the sessions by their numbers."""
-        self._service, self._running, self._registry = service, running, registry
-        self._placement, self._moving, self._tally = placement, moving, tally
-        self._now_ns, self._ahead, self._acts = clock_ns, ahead, acts
+    def __init__(self, state: EngineState, moving: Moving, ahead: ReadingAhead) -> None:
+        self._service, self._running, self._registry = state.service, state.running, state.registry
+        self._placement, self._tally, self._now_ns = state.placement, state.tally, state.now_ns
+        self._acts, self._moving, self._ahead = state.acts, moving, ahead
         self._under: Under | None = None
         self._ways: tuple[bytes, bytes] | None = None
         """The best move at the last check; it begins if it is the best twice in a row."""

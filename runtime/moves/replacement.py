@@ -34,13 +34,11 @@ from dovetail.protocol.messages import (
     Swapped,
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.runtime.engine.acts import Acts
+from dovetail.runtime.engine.acts import EngineState
 from dovetail.runtime.engine.faults import refusal
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.session.comparison import first_difference
@@ -69,17 +67,9 @@ class Trial:
 class Trials:
     """Runs trials and receives their results."""
 
-    def __init__(
-        self,
-        epoch: int,
-        registry: Registry,
-        placement: Placement,
-        acts: Acts,
-        clock_ns: Callable[[], int],
-    ) -> None:
-        """`epoch`: the coordinator's."""
-        self._epoch, self._registry = epoch, registry
-        self._placement, self._acts, self._now_ns = placement, acts, clock_ns
+    def __init__(self, state: EngineState) -> None:
+        self._epoch, self._registry = state.epoch, state.registry
+        self._placement, self._acts, self._now_ns = state.placement, state.acts, state.now_ns
         self._running: dict[TrialName, RunningRequest] = {}
         self._ended: deque[tuple[TrialName, Finished | Failed, bool]] = deque()
         self._heard = False
@@ -264,23 +254,12 @@ class Change:
 class Changes:
     """Takes the requests Swap and Dismiss, one at a time."""
 
-    def __init__(
-        self,
-        service: ServiceState,
-        running: Mapping[int, RunningRequest],
-        registry: Registry,
-        placement: Placement,
-        moving: Moving,
-        ahead: ReadingAhead,
-        acts: Acts,
-        clock_ns: Callable[[], int],
-    ) -> None:
-        """`running`: the sessions by their numbers."""
-        self._service, self._epoch = service, service.epoch
-        self._running, self._registry = running, registry
-        self._moving, self._ahead, self._acts = moving, ahead, acts
+    def __init__(self, state: EngineState, moving: Moving, ahead: ReadingAhead) -> None:
+        self._service, self._epoch, self._acts = state.service, state.epoch, state.acts
+        self._running, self._registry = state.running, state.registry
+        self._moving, self._ahead = moving, ahead
         self._change: Change | None = None
-        self._trials = Trials(service.epoch, registry, placement, acts, clock_ns)
+        self._trials = Trials(state)
 
     @property
     def under_way(self) -> bool:

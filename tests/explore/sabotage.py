@@ -89,7 +89,7 @@ HANDLERS = {
     "_rebalancing": "look step",
     "_placement": "target draft pair target_base reader",
     "_post": "to_worker to_client",
-    "_failing": "failed",
+    "_shared.failing": "failed",
     "_census": "load",
     "registry": "admit warnings misfits",
     "_observing": "begin event",

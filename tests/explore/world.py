@@ -252,7 +252,7 @@ class World:
     def _failing(self) -> set[str]:
         """Return what is said of drafts that have failed at a request and have not drafted for
         another one since."""
-        return {fault.words for fault in self.coordinator._failing.faults(self.time.now_ns)}
+        return {fault.words for fault in self.coordinator._shared.failing.faults(self.time.now_ns)}
 
     def fired(self, where: str) -> None:
         """Count that the coordinator failed there."""

@@ -96,7 +96,7 @@ def test_a_session_goes_on_from_the_rows_that_its_workers_hold(tmp_path: Path) -
     assert all(one.session == 2 and one.kept >= len(LONG_PROMPT) for one in opened)
     assert isinstance(lives.end, Finished)
     assert lives.end.result.reused_tokens == len(LONG_PROMPT)
-    assert lives.house.coordinator._tally.tau == lives.end.result.tau
+    assert lives.house.coordinator._shared.tally.tau == lives.end.result.tau
 
 
 def test_what_a_worker_holds_of_sessions_that_nobody_knows_is_forgotten(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_a_slow_target_gets_as_many_sessions_as_are_faster_there() -> None:
     house.run(8, 250, speculate=False)
     most = max(counts[1] for _, counts in seen if len(counts) > 1)
     assert 1 <= most <= 3
-    assert house.coordinator._tally.rebalanced <= 5
+    assert house.coordinator._shared.tally.rebalanced <= 5
 
 
 def test_targets_that_are_alike_keep_their_sessions() -> None:
