@@ -167,21 +167,22 @@ def _rooms(root: Path) -> Iterator[Room]:
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
-    """Yield each control group around us that has a limit: its folder, the limit, and the memory in
-    use that cannot be reclaimed (cached files can)."""
+    """Yield each control group around us that has a limit: its folder, the limit (beyond memory.high
+    the kernel slows processes down), and the memory in use that cannot be reclaimed (cached files
+    can)."""
     groups = GroupFolders(root)
     for controller, names, prefix in (
-        ("", ("memory.max", "memory.current"), ""),
+        ("", ("memory.max", "memory.high", "memory.current"), ""),
         ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
     ):
         for folder in groups.folders(controller):
-            limit, used = (read_text(folder / name).strip() for name in names)
+            *given, used = (read_text(folder / name).strip() for name in names)
             stat = dict(
                 re.findall(r"^(\S+) (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
             )
             limits = [
                 int(text)
-                for text in (limit, stat.get("hierarchical_memory_limit", ""))
+                for text in (*given, stat.get("hierarchical_memory_limit", ""))
                 if text.isdigit() and int(text) < NO_LIMIT
             ]
             if limits:

@@ -114,6 +114,9 @@ def test_where_nothing_is_said_nothing_is_known(tmp_path: Path) -> None:
         ),
         (V2, v2("a/b", 2000, 2500), 0),
         (V2, v2(".", 700, 100), 600),  # a container that sees its own group as the root
+        ("0::/\n", {**v2(".", 700, 100), "memory.high": f"{500 * MIB}"}, 400),
+        ("0::/\n", {**v2(".", 700, 100), "memory.high": "max"}, 600),
+        (V2, {**v2("a/b", 2000, 500), **v2("a", "max", 600), "a/memory.high": f"{900 * MIB}"}, 300),
         (V2, {"a/b/memory.max": "x", "a/b/memory.stat": "nonsense here"}, 9000),
         (V2, v2("unified/a/b", 2000, 500), 1500),
         (V1, v1("a/b", 2000 * MIB, 500), 1500),
