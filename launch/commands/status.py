@@ -26,7 +26,8 @@ def command(configuration: Configuration, connect: str | None, as_json: bool) ->
     """Show the state of a coordinator.
 
     "busy so far" is the share of the time since it registered that a worker was busy; `dovetail
-    top` shows the current share. "trip" is the fastest recent round trip.
+    top` shows the current share. "RSS" is resident memory; pages that processes share count in each
+    of them. "trip" is the fastest recent round trip.
     """
     with find_coordinator(configuration, connect) as client:
         state = client.status()
@@ -67,7 +68,7 @@ def _show(state: Reported) -> None:
         click.echo(f"note        {queue}")
     if state.workers:
         print_table(
-            ("worker", "roles", "model", "weights", "busy so far", "sessions", "MB", "pid"),
+            ("worker", "roles", "model", "weights", "busy so far", "sessions", "RSS MB", "pid"),
             [_row(worker) for worker in state.workers],
         )
         print_table(
@@ -76,7 +77,7 @@ def _show(state: Reported) -> None:
         )
     if state.processes:
         print_table(
-            ("process", "host", "CPU s", "MB", "pid"), [_process(p) for p in state.processes]
+            ("process", "host", "CPU s", "RSS MB", "pid"), [_process(p) for p in state.processes]
         )
     if state.workers:
         for worker in state.workers:

@@ -228,7 +228,7 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
 
 
 def _process(process: Picture) -> str:
-    memory = "-" if process["rss_mb"] is None else f"{process['rss_mb']:,.0f} MB"
+    memory = "-" if process["rss_mb"] is None else f"{process['rss_mb']:,.0f} MB RSS"
     return f"{process['name']} (pid {process['pid']}) [b]CPU {as_percent(process['cpu'])}, {memory}"
 
 
@@ -345,7 +345,7 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
         f"{worker['device']}, {worker['host']}{cores}{node}, "
         f"{counted(worker['threads'], 'thread')}, pid {worker['pid']}",
     )
-    yield "memory", f"{worker['rss_mb']:,.0f} MB"
+    yield "memory", f"{worker['rss_mb']:,.0f} MB RSS"
     yield "binding", worker["binding"] or "not said"
     clock = (
         "not compared"

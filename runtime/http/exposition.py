@@ -197,7 +197,7 @@ def _of_workers(reported: Reported) -> Iterable[Metric]:
         ),
         (
             "resident_bytes",
-            "Memory of a worker.",
+            "Resident memory of a worker; pages that processes share count in each of them.",
             [((name,), worker.rss_mb * 1e6) for name, worker in named],
         ),
     ):

@@ -13,7 +13,7 @@ WHY = "this processor has no SSE4.1, and they are many times slower"
 HEADINGS = (
     *shlex.split("worker roles model weights host device kernels"),
     "CPU s",
-    "MB",
+    "RSS MB",
     "busy",
     "sessions",
     "trip us",

@@ -130,7 +130,7 @@ function workerFacts(worker) {
       ["fingerprint", worker.fingerprint, "mono"],
       ["epoch", worker.epoch, "mono"],
       ["sessions", number(worker.sessions)],
-      ["memory", `${number(worker.rss_mb, 0)} MB`],
+      ["memory", `${number(worker.rss_mb, 0)} MB RSS`],
       ["process", `pid ${worker.pid}, ${worker.stale} stale commands dropped`],
     ],
   };
