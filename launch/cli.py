@@ -115,6 +115,11 @@ class LazyGroup(click.Group):
             from dovetail.launch.processes.child import check_files  # not needed for help
 
             check_files()
+        if args[0] == "swap" or "--standby" in args:  # streams run meanwhile
+            from dovetail.launch.machine.topology import ControlGroups
+            from dovetail.launch.processes.child import pace
+
+            pace(ControlGroups().quota())
         if args[0] in STARTERS:
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork would lack its threads
             from dovetail.launch.processes import forked  # only they need it

@@ -10,6 +10,7 @@ import resource
 import signal
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,8 @@ CLONE3 = 435  # the number of the system call, on every architecture
 PROGRAM = "dovetail"
 MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
 LEAST_FILES = 64  # open files of any process of ours, with room to spare
+SLICE_S, SHARE = 0.005, 0.25
+"""CPU seconds after which a process that is paced pauses, and the part of a quota that it takes."""
 LET_GO = 3
 """Exit code of a worker that was drained, replaced or dismissed: it must not be restarted."""
 
@@ -115,6 +118,17 @@ def ending_at_once() -> Iterator[None]:
     except SystemExit as told:
         sys.stderr.flush()
         os._exit(told.code if isinstance(told.code, int) else 0)
+
+
+def pace(quota: float | None) -> None:
+    """Leave most of a quota below one CPU to the other processes of our control group, until
+    `pace(None)`: the kernel stops all of them when it is used up, whatever their priorities."""
+    if quota is None or quota >= 1.0:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        return
+    pause_s = SLICE_S / (SHARE * quota)
+    signal.signal(signal.SIGPROF, lambda *_: time.sleep(pause_s))
+    signal.setitimer(signal.ITIMER_PROF, SLICE_S, SLICE_S)
 
 
 def end_undisturbed() -> None:

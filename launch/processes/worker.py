@@ -32,7 +32,7 @@ from dovetail.launch.files.directory import (
 from dovetail.launch.machine.cores import lay_out_here, parse_place
 from dovetail.launch.machine.sharding import layout_for
 from dovetail.launch.machine.topology import Binding, Place, format_numbers
-from dovetail.launch.processes.child import end_undisturbed
+from dovetail.launch.processes.child import end_undisturbed, pace
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.processes.nursery import import_at_once
 from dovetail.launch.processes.preflight import check_text, text_here
@@ -141,6 +141,7 @@ class WorkerProcess:
         over, others = threading.Event(), dict[Part, SecondRole]()
         try:
             workers = self._load(links)
+            pace(None)
             load_s = time.monotonic() - began
             self.say(
                 f"{self._title} is loaded, {counted(self.threads, 'thread')}, bound: "

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.machine.topology import Place
-from dovetail.launch.processes.child import LET_GO
+from dovetail.launch.processes.child import LET_GO, SHARE, pace
 from dovetail.launch.processes.replacement import wait_for
 from dovetail.launch.processes.worker import place_of, thread_count
 from dovetail.protocol.codec import EVENT, encode
@@ -50,6 +50,19 @@ def test_a_target_takes_no_more_threads_than_the_cores_that_it_is_bound_to() -> 
     assert thread_count("target", TargetSettings(), Place((core,))) == 1
     with pytest.raises(UserError, match=rf"target.threads = 2 is more than its cores, {core}$"):
         thread_count("target", TargetSettings(threads=2), Place((core,)))
+
+
+@pytest.mark.parametrize(("quota", "most"), [(0.4, 0.4 * SHARE), (1.0, 1.0), (None, 1.0)])
+def test_a_worker_that_loads_beside_others_takes_a_part_of_a_fraction_of_a_cpu(
+    quota: float | None, most: float
+) -> None:
+    used, began = time.process_time(), time.monotonic()
+    pace(quota)
+    while time.process_time() - used < 0.08:
+        pass
+    pace(None)
+    assert (time.process_time() - used) / (time.monotonic() - began) < 1.5 * most
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
 @pytest.fixture

@@ -5,10 +5,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
+from benchmarks.models import SHAPES
 from dovetail.launch.console.terminal import print_table
 from dovetail.launch.machine.fit import needs_of
 from dovetail.launch.processes.stack import processes_of
@@ -20,6 +23,8 @@ from real.models import MODELS, fetch
 from real.quota import quota
 from real.servers import PROMPT, ask, memory, own_places, served
 from real.serving import serve
+
+MIXTURE_SHAPE = "mixture"
 
 
 @click.group()
@@ -84,44 +89,66 @@ def start(file: Path, peer: str | None, runs: int, context: int, more: tuple[str
 
 
 @main.command("memory")
-@click.argument("file", type=click.Path(exists=True, path_type=Path))
+@click.argument("file")
 @click.option("--weights", default="file", show_default=True)
+@click.option("--layers", default=2, show_default=True, help="Layers of a shape.")
 @click.option("--draft", default="ngram", show_default=True, help="A draft without a model.")
 @click.option("--context", default=4096, show_default=True)
-def memory_command(file: Path, weights: str, draft: str, context: int) -> None:
+def memory_command(file: str, weights: str, layers: int, draft: str, context: int) -> None:
     """Run a service with FILE in a control group of exactly the memory that its footprint is.
 
-    Needs root. The first start, with empty caches, and the next; after each a conversation of as
-    many tokens as the footprint counts. Then the group is a fifth smaller: the service has to be
-    refused in one line. Prints what was stated and what was taken at most, files apart.
+    FILE is a GGUF file, a folder, or the shape of random weights: 7b (of Llama-2-7B) or mixture (of
+    Qwen3-30B-A3B). Needs root. The first start, with empty caches, and the next; after each a
+    conversation of as many tokens as the footprint counts. Then the group is a fifth smaller: the
+    service has to be refused in one line. Prints what was stated and what was taken at most, files
+    apart.
     """
-    flags = {"target.model": str(file), "target.weights": weights, "draft.kind": draft}
-    flags |= {"target.context": str(context)}
+    with tempfile.TemporaryDirectory(prefix="dovetail-real-") as folder:
+        if file in (*SHAPES, MIXTURE_SHAPE):
+            file = str(written(Path(folder) / file, file, weights, layers))
+        flags = {"target.model": file, "target.weights": weights, "draft.kind": draft}
+        measure_memory(Path(folder), flags | {"target.context": str(context)}, context)
+
+
+def written(path: Path, shape: str, weights: str, layers: int) -> Path:
+    """Write a random model of a shape: a GGUF file for weights `file`, else 16 or 32 bits."""
+    from benchmarks.checkpoints import TYPES, write_model  # torch, for seconds
+    from benchmarks.large import write_blocks, write_expert_blocks, write_mixture
+
+    if shape == MIXTURE_SHAPE:
+        if weights == "file":
+            return write_expert_blocks(path.with_suffix(".gguf"), layers)
+        return write_mixture(path, layers)
+    sizes = replace(SHAPES[shape], layers=layers)
+    if weights == "file":
+        return write_blocks(path.with_suffix(".gguf"), sizes)
+    return write_model(path, sizes, TYPES["fp32" if weights == "fp32" else "bf16"])
+
+
+def measure_memory(folder: Path, flags: Mapping[str, str], context: int) -> None:
+    """Run a service with these settings in a group of its footprint, twice, and in a smaller
+    one."""
     settings = configure(flags=flags, environment={}).settings
     roles = ("serve", "coordinator", "http", *processes_of(settings))
     stated = sum(need.size for need in needs_of(settings, roles))
-    with tempfile.TemporaryDirectory(prefix="dovetail-real-") as folder:
-        (Path(folder) / "run").mkdir(mode=0o700)
-        given = {
-            **os.environ,
-            "XDG_CACHE_HOME": str(Path(folder) / "cache"),
-            "XDG_RUNTIME_DIR": str(Path(folder) / "run"),
-        }
-        ours = [sys.executable, "-P", "-m", "dovetail.launch.cli", "serve"]
-        ours += [f"--{name}={value}" for name, value in flags.items()]
-        rows = []
-        for name in ("first start", "next start"):
-            with group(stated) as found:
-                command = [*found.prefix(), *ours]
-                with served(command, "--http.port", given) as (_, address, _):
-                    body = {"prompt": " the" * (min(context, CACHED_ROWS) - 40), "max_tokens": 32}
-                    used = ask(f"{address}/v1/completions", body)["usage"]
-                rows.append([*table_row(name, stated, found), f"{used['total_tokens']}"])
-                if found.kills:
-                    raise click.ClickException(f"{found.kills} processes were killed")
-        with group(round(0.8 * stated)) as found:
-            refused = subprocess.run(
-                [*found.prefix(), *ours], env=given, capture_output=True, text=True
-            )
+    (folder / "run").mkdir(mode=0o700)
+    places = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_RUNTIME_DIR": str(folder / "run")}
+    given = {**os.environ, **places}
+    ours = [sys.executable, "-P", "-m", "dovetail.launch.cli", "serve"]
+    ours += [f"--{name}={value}" for name, value in flags.items()]
+    rows = []
+    for name in ("first start", "next start"):
+        with group(stated) as found:
+            command = [*found.prefix(), *ours]
+            with served(command, "--http.port", given) as (_, address, _):
+                body = {"prompt": [100] * (min(context, CACHED_ROWS) - 40), "max_tokens": 32}
+                used = ask(f"{address}/v1/completions", body)["usage"]
+            rows.append([*table_row(name, stated, found), f"{used['total_tokens']}"])
+            if found.kills:
+                raise click.ClickException(f"{found.kills} processes were killed")
+    with group(round(0.8 * stated)) as found:
+        refused = subprocess.run(
+            [*found.prefix(), *ours], env=given, capture_output=True, text=True
+        )
     print_table(["", "stated, MB", "taken, MB", "share", "by process, MB", "tokens"], rows)
     click.echo(f"at 0.8 of it: exit code {refused.returncode}: {refused.stderr.splitlines()[-1]}")

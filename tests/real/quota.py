@@ -159,7 +159,7 @@ def swapped(
 ) -> list[str]:
     """Swap workers of a service under a stream, the draft for the target's own model; returns what
     failed."""
-    serve = inside([*dovetail, "serve", *model], procs)
+    serve = inside([*dovetail, "serve", *model, "--http.deadline_s", "7200"], procs)
     failures = []
     with served(serve, "--http.port", given, watched=True) as (process, address, ready_s):
         click.echo(f"serve: ready after {ready_s:.1f} s")
