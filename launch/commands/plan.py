@@ -231,8 +231,8 @@ def _show(
     click.echo(result["command"])
     if (ready := result["at_once"]) is not None:
         rate = figure(ready["tokens_per_s"])
-        best = " at best, before a calibration" if result["uncalibrated"] else ""
-        click.echo(f"{rate} tokens/s are predicted{best} ({ready['name']}: {ready['placement']})")
+        how = "estimated, before a calibration" if result["uncalibrated"] else "predicted"
+        click.echo(f"{rate} tokens/s are {how} ({ready['name']}: {ready['placement']})")
     sizes = {"VRAM": result["limits"]["vram_gb"], "RAM": result["limits"]["ram_gb"]}
     limits = ", ".join(f"{name} {size:.3g} GB" for name, size in sizes.items() if size is not None)
     total, active = result["parameters"], result["active_parameters"]

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 
+from dovetail.launch.planning.subject import LAYER_US
 from dovetail.launch.processes.stack import layout_of
 from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.calibration import Calibration, MachineLimits, RowsSeconds
@@ -302,7 +303,7 @@ def test_overhead_and_limits_of_the_same_instruction_set_are_used_for_other_mode
     asked = ("--target", str(DEMO_FOLDER / "target"), "--weights", "fp32", "--draft", "none")
     before = plan(*asked)
     assert before["origins"]["messages of a round"].startswith("assumed")
-    assert before["uncalibrated"], "its rate is printed as the best there can be"
+    assert before["uncalibrated"], "its rate is printed as an estimate"
     curve = RowsSeconds(rows=(1, 64), seconds=(0.02, 0.05))
     peaks = {"fp32": 300.0, "int8": 2000.0, "bf16": 800.0}
     calibration = Calibration(
@@ -331,7 +332,8 @@ def test_overhead_and_limits_of_the_same_instruction_set_are_used_for_other_mode
     assert 1e3 / alone["tokens_per_s"] == pytest.approx(alone["round_ms"]["verify"] + 12.3)
     assert "measured now" in found["origins"]["passes of the CPU"]
     same = plan(*asked, "--target.isa", "plain")["origins"]["passes of the CPU"]
-    assert same == "estimated from 55 GB/s and products (measured with another model)"
+    source = f"measured with another model; {LAYER_US:g} us a layer assumed"
+    assert same == f"estimated from 55 GB/s and products ({source})"
 
 
 @needs_kernels
