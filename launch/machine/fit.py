@@ -13,9 +13,11 @@ from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room, node_room, process_room, read_room
 from dovetail.protocol.settings import Settings
 from dovetail.workers.devices.registry import Memory, memory_of
+from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.footprint import (
     PROCESS_BYTES,
     PROCESS_SPACE,
+    SEARCH_BYTES,
     Footprint,
     Tensor,
     head_footprint,
@@ -177,7 +179,9 @@ def _target_footprint(settings: Settings, folder: Path, tensors: Sequence[Tensor
         longest=target.longest,
         library=_by_library(settings, tensors),
     )
-    return host_footprint(sizes, rows=1 + settings.tree.gamma)
+    own = host_footprint(sizes, rows=1 + settings.tree.gamma)
+    searched = SEARCH_BYTES if target.weights == INT4 else 0
+    return replace(own, process=own.process + searched)
 
 
 def _draft_need(settings: Settings, target: Sequence[Tensor]) -> Iterator[Need]:

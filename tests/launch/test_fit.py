@@ -333,8 +333,19 @@ def check_estimate(folder: Path, weights: str, backend: str) -> None:
 
 
 @needs_kernels
-def test_a_worker_takes_what_was_estimated(bf16: Path) -> None:
-    check_estimate(bf16, "half", "auto")
+@pytest.mark.slow
+def test_a_worker_that_searches_for_blocks_of_large_matrices_takes_what_was_estimated(
+    tmp_path: Path,
+) -> None:
+    shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+    model = tiny_llama(tmp_path / "model", dtype=torch.bfloat16, layers=2, vocab=512, **shape)
+    check_estimate(model, "int4", "auto")
+
+
+@needs_kernels
+@pytest.mark.parametrize("weights", ["half", "int4"])
+def test_a_worker_takes_what_was_estimated(bf16: Path, weights: str) -> None:
+    check_estimate(bf16, weights, "auto")
 
 
 @needs_kernels
