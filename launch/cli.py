@@ -16,7 +16,7 @@ import click
 from dovetail.launch.console import migration
 from dovetail.launch.console.help import NAMES_OF_HELP, hinted
 from dovetail.launch.extras import installed
-from dovetail.launch.processes.child import ending_at_once, let_threads_start
+from dovetail.launch.processes.child import ending_at_once, let_threads_start, pace
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.files import refusal
 
@@ -117,7 +117,6 @@ class LazyGroup(click.Group):
             check_files()
         if args[0] == "swap" or "--standby" in args:  # streams run meanwhile
             from dovetail.launch.machine.topology import ControlGroups
-            from dovetail.launch.processes.child import pace
 
             pace(ControlGroups().quota())
         if args[0] in STARTERS:

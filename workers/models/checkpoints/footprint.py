@@ -35,10 +35,8 @@ COMPILER_BYTES = 45_000_000 if find_spec("hqq") else 0
 """torch's compiler, which transformers imports where hqq is installed (measured)."""
 PROCESS_BYTES = 305_000_000 + COMPILER_BYTES
 """A process with torch and transformers, without a model (2.13, 5.24; measured)."""
-MIXTURE_BYTES = 30_000_000
-"""The memory of packing a layer with experts beyond the sum (measured: up to 29 MB)."""
-SEARCH_BYTES = 70_000_000
-"""What the search for int4 blocks leaves behind in its process (measured: up to 65 MB)."""
+MIXTURE_BYTES = 30_000_000  # packing a layer with experts, beyond the sum (measured: 29 MB)
+SEARCH_BYTES = 70_000_000  # what the search for int4 blocks leaves behind (measured: 65 MB)
 PROCESS_SPACE = 1_300_000_000  # bytes of its address space
 EXPERTS_READ = 4  # matrices of an expert as they were stored: gate and up, apart and joined
 CACHED_ROWS = 4096  # rows of keys and values in a limit: a long conversation, and a prompt of it
