@@ -1,2 +1,2 @@
 """Everything that a person starts: argv, settings, processes, signals. The only folder that reads
-them, and the only one that knows all the others."""
+these, and the only one that imports all others."""

@@ -1,5 +1,5 @@
 """The commands and their exit codes: 0 done, 1 failed, 2 user error (one line, no traceback), 130
-interrupted. A command's module is imported when it is chosen: help needs neither pydantic nor
+interrupted. A command's module is imported only to run it: help needs neither pydantic nor
 torch."""
 
 import contextlib
@@ -56,7 +56,7 @@ GROUPS = {
     "Train": {
         "features": "Store the hidden states that draft heads are trained on.",
         "train": "Train draft heads and small draft models.",
-        "stratify": "Find the thresholds of the heterospec policy.",
+        "stratify": "Find thresholds for the heterospec policy.",
     },
 }
 """Heading -> name -> line in `dovetail --help`; a command is `dovetail.launch.commands.NAME`."""
@@ -69,7 +69,7 @@ COMMANDS = {
 """Commands that are installed: those of an extra may be missing."""
 
 STARTERS = ("generate", "chat", "serve")
-"""Commands that fork their processes, unless they use a service that runs already."""
+"""Commands that fork their processes, unless they use a running service."""
 FEW_FILES = ("config", "doctor", "keygen")  # commands that open no sockets
 INTERRUPTED = 130
 
@@ -91,7 +91,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        gc.disable()  # modules stay: collecting garbage would take a tenth of the time
+        gc.disable()  # modules are kept: garbage collection would take a tenth of the time
         try:
             module = importlib.import_module(f"dovetail.launch.commands.{cmd_name}")
         finally:
@@ -155,7 +155,7 @@ def group() -> None:
 
 
 def run(arguments: Sequence[str], entry: click.Command = group, program: str = "dovetail") -> int:
-    """Run one command line, of `entry`, and return its exit code. A user error is one line on
+    """Run one command line, for `entry`, and return its exit code. A user error is one line on
     stderr; click handles a closed stdout."""
     try:
         let_threads_start()
@@ -178,7 +178,7 @@ def run(arguments: Sequence[str], entry: click.Command = group, program: str = "
 
 def _refused(error: OSError) -> str:
     """Return the failed system call and its object, such as "mkdir /x" or "write <stdout>", as far
-    as the error and its traceback name them."""
+    as they can be found in the error and its traceback."""
     import linecache  # only needed for a failure
     import traceback
 
@@ -217,11 +217,11 @@ def _open_closed_streams() -> None:
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - it is there as long as we are
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - stays open until this process ends
 
 
 def _drop_unwritten() -> None:
-    """Drop output that could not be written, which was reported: Python would retry at exit and
+    """Drop output that could not be written, after reporting it: Python would retry at exit and
     report it again."""
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,5 +1,5 @@
-"""Extras: the parts that no reply needs; `tests/budget.toml` lists them. Other modules import them
-by name, here: an extra's folder can be removed with its commands."""
+"""Extras: parts that no reply needs; `tests/budget.toml` lists them. Other modules import them by
+name through this file, so an extra's folder can be removed with its commands."""
 
 import importlib
 from importlib.util import find_spec
@@ -20,5 +20,5 @@ def extra(module: str) -> Any:
     """Return a module of an extra; `UserError` if it is not installed."""
     if not installed(module):
         folder = module.rpartition(".")[0].replace(".", "/")
-        raise UserError(f"this installation of dovetail lacks {folder}, which this needs")
+        raise UserError(f"this installation of dovetail lacks {folder}, which is needed here")
     return importlib.import_module(f"dovetail.{module}")

@@ -92,6 +92,6 @@ def test_commands_and_settings_of_missing_extras_are_refused(core: Path) -> None
     for command, (_, words) in zip(gone, said, strict=False):
         assert f"No such command '{command}'" in words
     assert said[len(gone) :] == [
-        [2, f"dovetail: this installation of dovetail lacks {missing}, which this needs\n"]
+        [2, f"dovetail: this installation of dovetail lacks {missing}, which is needed here\n"]
         for missing in LACKING
     ]

@@ -1,2 +1,2 @@
-"""The parts of `dovetail bench`: the methods compared, how they take turns, the figures, and how a
-result is kept and shown."""
+"""The parts of `dovetail bench`: methods, their turns, the figures, and saving and showing a
+result."""

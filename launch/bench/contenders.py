@@ -26,8 +26,7 @@ MODEL_SUFFIXES = (".json", ".safetensors", ".bin")
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt for measurement: cut to fit the context, and its reply cut where it begins to
-    loop."""
+    """A prompt for measurement: cut to fit the context; its reply ends where it begins to loop."""
 
     prompt: Prompt
     turn: str
@@ -41,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Run:
-    """One timed reply; the time to the first token is that to the first `together` tokens."""
+    """One timed reply; its first `together` tokens arrived at once."""
 
     task: Task
     finished: Finished
@@ -61,7 +60,7 @@ class Contender(Protocol):
 
     @property
     def method(self) -> Method:
-        """Whose replies these are."""
+        """The method whose replies these are."""
 
     def decode(self, task: Task, temperature: float, seed: int) -> Run:
         """One timed reply."""
@@ -70,8 +69,7 @@ class Contender(Protocol):
         """The most memory that its processes ever held, summed, in 10^6 bytes."""
 
     def identity(self) -> str:
-        """Return an identity of the models and the engine, which differs for others of the same
-        name."""
+        """Return an identity of models and engine, to distinguish others of the same name."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class Theirs:
 
 @cache
 def digest_of(model: str) -> str:
-    """Return a digest of a model's folder, or the name of a model that is no folder."""
+    """Return a digest of a model's folder, or a model's name if it is not a folder."""
     folder = Path(model).expanduser()
     if not model or not folder.is_dir():
         return model
@@ -161,8 +159,7 @@ def sampling_of(method: Method, temperature: float, max_tokens: int) -> Sampling
 
 
 def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
-    """`UserError` for the first method whose settings or model files show that it cannot be
-    started."""
+    """Raise `UserError` for the first method that its settings or model files rule out."""
     for method in methods:
         settings = method.configuration.settings
         cores = sorted({*layout.target.cores, *layout.draft.cores})
@@ -179,7 +176,7 @@ def contenders(
 ) -> Iterator[dict[str, Contender]]:
     """Start the processes of each method on the same cores, and yield them by label once all are
     ready. All methods are checked first. `programs`: method of a peer -> its program, or the Python
-    that has its package; without an entry it is searched for."""
+    with its package; without an entry it is searched for."""
     programs = programs or dict.fromkeys(NAMES)
     layout = layout_of(methods[0].configuration.settings)
     check_methods(methods, layout)
@@ -210,8 +207,8 @@ def contenders(
 
 
 def founder(methods: Sequence[Method], of: Method) -> Method:
-    """Return the method that shared processes start with: the first that drafts, with room for
-    drafting ahead if one of them does. `ValueError` if they need different processes."""
+    """Return the method with which shared processes start: the first that drafts, with room for
+    drafting ahead if any method does. `ValueError` if they need different processes."""
     sharing = [one for one in methods if of.shares and one.shares == of.shares and one.drafts]
     if not sharing:
         return of
@@ -225,7 +222,7 @@ def founder(methods: Sequence[Method], of: Method) -> Method:
 
 
 def _processes(method: Method) -> tuple[object, ...]:
-    """Return the settings of the processes, without those that a request can have as well."""
+    """Return the settings of the processes, without those that can be part of a request."""
     settings = method.configuration.settings
     draft = settings.draft.model_copy(update={"ahead": "auto"})
     return settings.target, draft, settings.coordinator

@@ -1,8 +1,8 @@
-"""Figures of a benchmark, and its tables. tokens_per_s is the rate after the first token; speedup
-is the summed time per token of `none` over that of the method on the same prompts, its interval a
-paired bootstrap over prompts, and none where a draft failed. pass is T_V over T_T of `none`;
-hit_rate is over rounds that drafted, plain_share over all; predicted_tokens_per_s is what the cost
-model expected."""
+"""Figures of a benchmark, and its tables. tokens_per_s is the rate after the first token. speedup
+is the summed time per token of `none` over that of the method on the same prompts, with the
+interval of a paired bootstrap over prompts; it is missing where a draft failed. pass is T_V over
+T_T of `none`; hit_rate is over drafted rounds, plain_share over all; predicted_tokens_per_s is the
+cost model's."""
 
 import csv
 import io
@@ -23,17 +23,17 @@ COLUMNS = {
     "prompts": "name of the file",
     "T": "temperature",
     "tokens/s": "of the tokens after the first of each reply",
-    "speed-up": "over none, with its 95 % interval; failed: its draft did",
+    "speed-up": "over none, with its 95 % interval; failed: its draft failed",
     "tau": "tokens committed per round",
     "differ": "replies whose tokens are not those of none",
-    "predicted": "tokens/s as the cost model expected them before each round",
-    "pass": "time of a pass of the target, over that of a pass of none",
-    "rows": "in a pass of the target: nodes verified, and their root",
+    "predicted": "tokens/s that the cost model expected before each round",
+    "pass": "time of a target pass, over that of a pass of none",
+    "rows": "rows per target pass: verified nodes and their root",
     "draft": "share of the time spent waiting for drafting",
-    "verify": "share of the time in which the target verifies",
-    "hit": "share of the drafted rounds whose root was in the tree already",
-    "plain": "share of the rounds that are verified without a tree",
-    "MB": "the most memory that the processes held, 10^6 bytes",
+    "verify": "share of the time spent in target passes",
+    "hit": "share of drafted rounds whose root was already in the tree",
+    "plain": "share of rounds verified without a tree",
+    "MB": "peak memory of the processes, 10^6 bytes",
 }
 """Heading of the table -> its meaning; the most important first."""
 KEYS = 3  # the headings that identify a row
@@ -62,7 +62,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def show_notes(result: Mapping[str, Any]) -> None:
-    """Write what a reader of the table has to know: cut prompts, peers, medians, differences."""
+    """Write notes for the reader of the table: cut prompts, peers, medians, differences."""
     for told in result["rows"]:
         if told["draft_failures"]:
             where, first = f"{told['method']} {_at(told)}", told["draft_failure"]
@@ -104,7 +104,7 @@ def _line(
 
 
 def interval(told: Mapping[str, Any]) -> str:
-    """A speed-up with its interval; a single prompt has none, since every draw of the bootstrap is
+    """A speed-up with its interval; a single prompt has none, since every bootstrap sample would be
     that prompt."""
     if told["draft_failures"]:
         return "failed"
@@ -156,14 +156,14 @@ CSV_COLUMNS = {
     "temperature": "of sampling",
     "replies": "measured, repeats included",
     "tokens_per_s": "of the tokens after the first of each reply",
-    "end_to_end_tokens_per_s": "of all tokens, prompts included in the time",
-    "predicted_tokens_per_s": "as the cost model expected it",
+    "end_to_end_tokens_per_s": "of all tokens, including the time for prompts",
+    "predicted_tokens_per_s": "as predicted by the cost model",
     "speedup": "over none on the same prompts",
     "speedup_low": "lower end of its 95 % interval",
     "speedup_high": "upper end",
     "tau": "tokens committed per round, over all replies",
-    "tau_macro": "mean of the replies' own",
-    "calls": "passes of the target after those of the prompts",
+    "tau_macro": "mean over replies",
+    "calls": "target passes after those of the prompts",
     "verified_tokens": "rows of all these passes",
     "pass_ms": "of the target, mean",
     "pass_ratio": "over that of none",
@@ -176,18 +176,18 @@ CSV_COLUMNS = {
     "ahead_nodes": "drafted while the target verified",
     "wasted_nodes": "dropped without having been offered",
     "weights": "of the target",
-    "policy": "of the tree; none: no tree of ours",
-    "gamma": "nodes verified a round at most",
-    "depth": "levels of the tree at most",
-    "width": "children a node and nodes a level at most",
+    "policy": "of the tree; none: no tree of dovetail",
+    "gamma": "most nodes verified per round",
+    "depth": "most levels of the tree",
+    "width": "most children per node and nodes per level",
     "ahead": "whether it drafts while the target verifies",
-    "peak_rss_mb": "10^6 bytes of its processes together",
-    "draft_failures": "replies whose draft failed: no speed-up",
+    "peak_rss_mb": "total of its processes, 10^6 bytes",
+    "draft_failures": "replies whose draft failed; there is no speed-up then",
     "differ": "replies whose tokens are not those of none",
 }
 """Heading -> what it means."""
 ELSEWHERE = {"pass_ms": "verify_ms", "pass_ratio": "ratio", "draft_ms": "draft_ms"}
-"""Columns that the passes of a result have, and how they are called there."""
+"""Columns of the passes of a result, and their names there."""
 
 
 def csv_text(result: Mapping[str, Any]) -> str:
@@ -241,8 +241,8 @@ def speedup(
 
 
 def best_of_peers(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells, but of each peer on a set at a temperature only the one with the number of threads
-    that was the fastest."""
+    """The cells; of each peer on a set at a temperature only the one with the fastest number of
+    threads."""
     best: dict[tuple[Any, ...], Cell] = {}
     for cell in sorted(cells, key=lambda cell: -cell.tokens_per_s):
         best.setdefault((cell.method.name, id(cell.prompts), cell.temperature), cell)
@@ -250,7 +250,7 @@ def best_of_peers(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def peers_told(measured: Sequence[Cell], best: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the settings with which each peer was measured, and which of them is its row."""
+    """Return the settings with which each peer was measured, and which of these is its row."""
     return [
         {
             **_place(cell),
@@ -346,16 +346,15 @@ def _hit_rate(results: Sequence[Result]) -> float | None:
 
 
 def _predicted(cell: Cell) -> float | None:
-    """Tokens over the time that they were expected to take, of the replies whose time was
-    foretold."""
+    """Tokens over their predicted time, of the replies with a prediction."""
     known = [(run.decoded_tokens, run.finished.result.predicted_tokens_per_s) for run in cell.runs]
     expected_s = sum(tokens / rate for tokens, rate in known if rate)
     return sum(tokens for tokens, rate in known if rate) / expected_s if expected_s else None
 
 
 def pass_told(cell: Cell, baseline: Cell) -> dict[str, Any]:
-    """Milliseconds of a target's pass, its ratio to a pass of the target alone, and milliseconds of
-    drafting that a round waits for."""
+    """Milliseconds of a target pass, its ratio to a pass of the target alone, and milliseconds of
+    drafting for which a round waits."""
     milliseconds, alone = (_a_round_ms(c, lambda result: result.verify_s) for c in (cell, baseline))
     ratio = milliseconds / alone if milliseconds is not None and alone else None
     return {
@@ -385,7 +384,7 @@ def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def end_to_end(cell: Cell) -> dict[str, Any]:
-    """Return the rate of all tokens over all time, prompts included."""
+    """Return the rate of all tokens over all time, including prompts."""
     results = [run.finished.result for run in cell.runs]
     return {
         **_place(cell),
@@ -409,8 +408,8 @@ def tasks_told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def differences_told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Every reply whose tokens differ from those of `none`; `exact`: they had to be equal, which
-    they need not be if another engine computes with its own types."""
+    """Every reply whose tokens differ from those of `none`; `exact`: they must be equal, unlike
+    those of an engine with other number types."""
     return [
         {
             **_place(cell),

@@ -27,7 +27,7 @@ NAMES = ("assisted", "llama.cpp", "llama-server")
 
 @dataclass(frozen=True)
 class PeerReply:
-    """A reply of a peer. Its first `together` tokens came with the first round, which also computed
+    """A reply of a peer. Its first `together` tokens are from the first round, which also computed
     the prompt."""
 
     result: Result
@@ -43,7 +43,7 @@ class Peer(Protocol):
 
     @property
     def thread_counts(self) -> tuple[int, ...]:
-        """The numbers of threads that it is measured with."""
+        """The numbers of threads with which it is measured."""
 
     def decode(
         self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int
@@ -51,7 +51,7 @@ class Peer(Protocol):
         """Decode one reply to its end."""
 
     def peak_rss_mb(self) -> float:
-        """The most memory that it ever held, in 10^6 bytes."""
+        """Its peak memory, in 10^6 bytes."""
 
     def close(self) -> None:
         """End the connection; the process ends with its supervisor."""
@@ -63,12 +63,12 @@ class Room:
 
     supervisor: Supervisor
     programs: Mapping[str, Path | None]
-    """Method -> the program or the Python that the command line names for it."""
+    """Method -> its program or Python on the command line."""
     made: dict[str, Any] = field(default_factory=dict)  # what peers create once and share
 
 
 class PeerKind(Protocol):
-    """A kind of peer, which a method names."""
+    """A kind of peer, named by a method."""
 
     @property
     def exact(self) -> bool:
@@ -79,7 +79,7 @@ class PeerKind(Protocol):
         """Its default options, a dataclass."""
 
     def read_option(self, options: Any, text: str) -> Any:
-        """Return the options with "NAME=VALUE" applied; None if the peer has no such option,
+        """Return the options with "NAME=VALUE" applied; None if the peer has no such option.
         `UserError` for an invalid value."""
 
     def weights(self, settings: Settings) -> str:
@@ -123,10 +123,10 @@ class Method:
     name: str
     configuration: Configuration
     threads: int | None = None
-    """A peer's threads, of which several numbers are measured; None: a method of ours."""
+    """A peer's number of threads, one of several; None: not a peer."""
     shares: str = ""
-    """Methods with the same text share processes; those with an empty one have their own."""
-    peer: PeerKind | None = None  # the kind of the other engine; None: a method of ours
+    """Methods with the same text share processes; those without one have their own."""
+    peer: PeerKind | None = None  # the kind of the other engine; None: not a peer
     options: Any = None  # the options of the peer
 
     @property
@@ -143,8 +143,8 @@ class Method:
 
     @property
     def exact(self) -> bool:
-        """True if a token that differs from that of `none` is an error: not for other engines with
-        other number types."""
+        """True if a token that differs from `none` is an error; not for engines with other number
+        types."""
         return self.peer is None or self.peer.exact
 
     @property
@@ -168,10 +168,10 @@ class PromptSet:
 
 
 def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
-    """The methods, `none` first; `UserError` for one that is unknown, or named twice."""
+    """The methods, `none` first; `UserError` for an unknown or repeated one."""
     texts = (NONE, *(text for text in texts if text != NONE)) if texts else (NONE, "auto")
     if len(set(texts)) < len(texts):
-        raise UserError("a --method is named twice: give each once, and --repeat for more runs")
+        raise UserError("a --method is given twice: give each once, and use --repeat for more runs")
     return [read_method(base, text) for text in texts]
 
 
@@ -183,8 +183,8 @@ def beside_llama_server(base: Configuration) -> tuple[str, ...]:
 
 
 def tree_of(policy: str) -> dict[str, object]:
-    """The settings of a tree that is compared with others by its policy: as it is, but for that
-    which adapts itself."""
+    """The settings of a tree that is compared with others by its policy: fixed, unless the policy
+    adapts it."""
     return {"tree.policy": policy, "tree.insist": not POLICIES[policy].sizes_itself}
 
 
@@ -204,7 +204,7 @@ def read_method(base: Configuration, text: str) -> Method:
     elif head in POLICIES:
         if base.settings.draft.kind == NONE:
             raise UserError(
-                f"--method {head} is a tree policy and needs a draft: leave --draft none out"
+                f"--method {head} is a tree policy and needs a draft: leave out --draft none"
             )
         configuration = base.over(origin, tree_of(head))
     elif head in DRAFT_KINDS:

@@ -1,5 +1,5 @@
-"""`dovetail bench --sweep`: one size of the tree over a list of values, as in Figure 3 of the
-Dovetail paper (gamma) and Figure 6 of SubSpec (depth). Every value is a method, and all share their
+"""`dovetail bench --sweep`: one size of the tree for a list of values, as in Figure 3 of the
+Dovetail paper (gamma) and Figure 6 of SubSpec (depth). Every value is a method, and all share
 processes."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ TAKEN = (
     *("tau", "tokens_per_s", "speedup", "speedup_low", "speedup_high", "hit_rate"),
     *("calls", "verified_tokens", "draft_failures"),
 )
-"""Fields of a row that a point has."""
+"""Fields of a row that belong to a point."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sweep:
         return method.ours and method.drafts
 
     def points(self, method: Method) -> list[Method]:
-        """The method with each of the values, named as `--method` would have it."""
+        """The method with each of the values, named in the form of `--method`."""
         if method.configuration.origins[self.setting].startswith("--method"):
             raise UserError(
                 f"--method {method.name} sets {self.setting}, which --sweep {self.name} varies"
@@ -49,12 +49,12 @@ class Sweep:
         if self.name == "depth" and tree.traits.by_entropy and isinstance(by_file, str):
             raise UserError(
                 f"--sweep depth: the thresholds of heterospec ({method.name}) hold for one depth, "
-                f"here {tree.depth}: sweep gamma, take another policy, or give them as numbers"
+                f"here {tree.depth}: sweep gamma, use another policy, or give them as numbers"
             )
         return [self._point(method, value) for value in self.values]
 
     def _point(self, method: Method, value: int) -> Method:
-        """A beam's nodes are those of its levels, so that more levels are more nodes."""
+        """A beam offers all its levels, so more levels mean more nodes."""
         tree = method.configuration.settings.tree
         values = {self.setting: value}
         if self.name == "depth" and tree.traits.full_levels:
@@ -80,7 +80,7 @@ def read_sweep(name: str, values: str | None) -> Sweep:
 
 
 def points_of(sweep: Sweep, methods: Sequence[Method]) -> list[Method]:
-    """All methods of a run, swept ones once per value in order; `UserError` if there is nothing to
+    """All methods of a run, swept ones once per value, in order; `UserError` if there is nothing to
     sweep."""
     if not any(map(sweep.varies, methods)):
         raise UserError(f"--sweep {sweep.name} needs a method that drafts, such as --method small")
@@ -128,14 +128,14 @@ def _line(told: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def draw_sweep(sweep: Sweep, methods: Sequence[Method], points: Sequence[Mapping[str, Any]]) -> str:
-    """The figure: small charts over the same values, a curve for each method, set of prompts and
-    temperature; below the title whose they are."""
+    """The figure: small charts over the same values, with a curve for each method, set of prompts
+    and temperature, and a subtitle with their origin."""
     across = {"gamma": "gamma, nodes verified a round", "depth": "levels of the tree"}[sweep.name]
     gains = _curves(points, "speedup", ("speedup_low", "speedup_high"))
     waits = _curves(points, "draft_ms")
     panels = (
-        Panel("Pass of the target, T_V", across, "milliseconds", _curves(points, "verify_ms")),
-        Panel("Drafting that is waited for", across, "milliseconds a round", waits),
+        Panel("Target pass, T_V", across, "milliseconds", _curves(points, "verify_ms")),
+        Panel("Drafting that rounds wait for", across, "milliseconds a round", waits),
         Panel("Acceptance length, tau", across, "tokens a round", _curves(points, "tau")),
         Panel("Speed-up over the target alone", across, "times", gains, level=1.0),
     )
@@ -145,8 +145,8 @@ def draw_sweep(sweep: Sweep, methods: Sequence[Method], points: Sequence[Mapping
 
 
 def origin_of(settings: Sequence[Settings], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Describe what was measured: targets, drafts and policies, each once, and the temperature if
-    all rows have the same."""
+    """Describe the measurement: targets, drafts and policies, each once, and the temperature if it
+    is common."""
     targets = (f"{_named(one.target.model) or 'demo'} ({one.target.weights})" for one in settings)
     kinds = [(one.draft.kind.replace("auto", ""), _named(one.draft.model)) for one in settings]
     drafts = (" ".join(filter(None, kind)) or "demo" for kind in kinds)
@@ -178,8 +178,7 @@ def _curves(
 def _lines(
     points: Sequence[Mapping[str, Any]], name: str
 ) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """The points of each curve that have the figure, under the shortest name that distinguishes the
-    curves."""
+    """The points with the figure, by curve, under the shortest distinguishing names."""
     keys = ("method", "prompts", "temperature")
     varying = [key for key in keys if len({told[key] for told in points}) > 1]
     for place in dict.fromkeys(tuple(told[key] for key in keys) for told in points):

@@ -1,9 +1,10 @@
-"""Runs methods in turn, prompt by prompt, so that other load affects all of them; the processes of
-the others sleep. A reply is measured up to its first repeated 20-gram in the reply of `none`, since
-any draft predicts a model that loops. The untimed first reply of `none` also warms up.
+"""Runs methods in turn, prompt by prompt, so that other load affects all of them equally; the
+processes of the others sleep. A reply is measured up to the first repeated 20-gram in the reply of
+`none`, since any draft predicts a model that loops. The untimed first reply of `none` is also the
+warm-up.
 
 The file of `bench --out`, a JSON object a line: `bench` (settings, prompts, machine), `contenders`,
-`task` (a prompt, and how long its reply is), each `reply`, and at the end the result as --json
+`task` (a prompt, and the length of its reply), each `reply`, and at the end the result as --json
 prints it. A run continues where it stopped; an incomplete last line is dropped, and a file of
 another run is refused."""
 
@@ -33,13 +34,13 @@ from dovetail.protocol.messages import Finished
 from dovetail.protocol.profile import machine_key
 from dovetail.runtime.session.comparison import Difference, first_difference
 
-FIRST = b'{"bench": '  # the beginning of every file of ours
+FIRST = b'{"bench": '  # the beginning of every such file
 Where = tuple[str, float, str]  # set of prompts, temperature, id of the prompt
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """A contender whose replies are all in the file: no process is needed."""
+    """A contender whose replies are all in the file, so that it needs no process."""
 
     method: Method
     peak_mb: float
@@ -57,11 +58,11 @@ class Remembered:
 
 @dataclass
 class Journal:
-    """The measurements so far; without a file it is kept for this run alone."""
+    """The measurements so far; without a file, only for this run."""
 
     file: IO[bytes] | None = None
     known: dict[str, Any] = field(default_factory=dict)
-    """Label -> method, threads, identity: of the run that began."""
+    """Label -> method, threads and identity, as of the start of the run."""
     tasks: dict[Where, tuple[str, int, Finished]] = field(default_factory=dict)
     """Place -> prompt, tokens of its reply, and the reply of `none`, which sets the length."""
     replies: dict[tuple[str, Where, int], tuple[Finished, int]] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Journal:
     peaks: dict[str, float] = field(default_factory=dict)
     whole: bool = False  # true if the result is in the file
     headed: bool = False  # true if the file has its first line
-    begun: bool = False  # true if this run has measured anything itself
+    begun: bool = False  # true if this run has measured anything
 
     def task(self, where: Where, prompt: Prompt) -> Task | None:
         kept = self.tasks.get(where)
@@ -99,8 +100,8 @@ class Journal:
         self._write({"reply": {**told, "peak_rss_mb": peak_mb, **_reply_told(run.finished)}})
 
     def agree(self, found: Mapping[str, Contender]) -> dict[str, Contender]:
-        """Return the contenders of the run that began; `UserError` if those started now are others.
-        A peer keeps the numbers of threads that it was measured with."""
+        """Return the contenders of the run in the file; `UserError` if those started now differ. A
+        peer keeps its numbers of threads."""
         if not self.known:
             for label, one in found.items():
                 told = {"name": one.method.name, "threads": one.method.threads}
@@ -266,13 +267,13 @@ def _other_run(name: str, there: object, here: object) -> UserError:
     told = (
         "is not in this run" if here is None else "was not in that run" if there is None else told
     )
-    remedy = "choose another --out, or run it as it was"
+    remedy = "choose another --out, or repeat the same command"
     return UserError(f"--out is the file of another run: {name} {told}; {remedy}")
 
 
 T = TypeVar("T")
 LOOP_TOKENS = 20
-SHORTER = 0.8  # a prompt that does not fit is tried again with this share of its characters
+SHORTER = 0.8  # a prompt that does not fit is cut to this share of its characters
 
 
 @dataclass
@@ -287,7 +288,7 @@ class Cell:
     """Prompt id -> the first position where its tokens differ from those of `none`."""
 
     def beside(self, other: "Cell") -> bool:
-        """Return whether it is of the same prompts at the same temperature."""
+        """Return whether it has the same prompts at the same temperature."""
         return self.prompts is other.prompts and self.temperature == other.temperature
 
     def decoding(self) -> tuple[Any, Any]:
@@ -315,7 +316,7 @@ def measure(
     journal: Journal | None = None,
 ) -> Iterator[Cell]:
     """The cells of every set and temperature, filled prompt by prompt with the methods in turn;
-    what the journal has is not measured again."""
+    replies in the journal are not measured again."""
     journal = journal or Journal()
     left = replies_left(found, sets, temperatures, repeat, journal)
     saved = counted(len(journal.replies), "reply", "replies")
@@ -343,7 +344,7 @@ def replies_left(
     repeat: int,
     journal: Journal,
 ) -> int:
-    """Return how many replies are still to be decoded, those that set the lengths included."""
+    """Return how many replies are still to be decoded, including those that determine lengths."""
     pairs = [(prompts, heat) for prompts in sets for heat in temperatures]
     everywhere = [(set_.name, heat, prompt.id) for set_, heat in pairs for prompt in set_.prompts]
     left = [where for where in everywhere if not journal.complete(found, where, repeat)]
@@ -356,7 +357,7 @@ def replies_left(
 
 @dataclass(frozen=True)
 class _Turns:
-    """The turns of a run: from the journal where it has them, else taken now."""
+    """The turns of a run: from the journal if it has them, else measured now."""
 
     found: Mapping[str, Contender]
     repeat: int
@@ -373,8 +374,8 @@ class _Turns:
         return task
 
     def _task(self, prompt: Prompt, where: Where) -> Task:
-        """The prompt as it is measured. A continued run that begins at an incomplete prompt decodes
-        it once first, to be as warm as the original run."""
+        """The measured prompt. A run that continues within a prompt first decodes it once, to be as
+        warm as the original run."""
         task = self.journal.task(where, prompt)
         if task is None or not (
             self.journal.begun or self.journal.complete(self.found, where, self.repeat)

@@ -1,6 +1,6 @@
-"""A conversation with the models: its turns, the settings of the next reply, the commands; and the
-replies of a coordinator, piece by piece, each with whether the draft proposed it. `web.py` gets
-them over HTTP."""
+"""A conversation with the models: its turns, the settings of the next reply, the commands; and a
+coordinator's replies in pieces, marked if the draft proposed them. `web.py` gets replies over
+HTTP."""
 
 import difflib
 import json
@@ -41,7 +41,7 @@ COMMANDS = {
     "help": ("", "list these commands; begin a message with // to send a text that begins with /"),
     "quit": ("", "quit; so do /exit and Ctrl-D"),
 }
-"""Name -> (argument, what it does); without its optional [argument] it shows the value."""
+"""Name -> (argument, description); without its optional [argument] it shows the value."""
 ALIASES = {"exit": "quit"}
 
 
@@ -104,8 +104,7 @@ class Manner:
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply: its text as far as it came, and its figures unless it was interrupted before there
-    were any."""
+    """A reply: its text so far, and its figures unless it was interrupted before there were any."""
 
     text: str
     result: Result | None = None
@@ -114,15 +113,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question, the manner in which it was asked, and the answer that it got."""
+    """A question, its settings, and the answer."""
 
     question: str
     manner: Manner
     answer: Answer
 
     def is_repeated_in(self, manner: Manner) -> bool:
-        """Return whether the question, asked in that manner, is sure to get the same answer:
-        greedily, or with the same seed, whatever the draft does."""
+        """Return whether the question with these settings always gets the same answer: greedily, or
+        with the same seed, with any draft."""
         if self.answer.interrupted or (manner.sampling, manner.said) != (
             self.manner.sampling,
             self.manner.said,
@@ -155,7 +154,7 @@ class Conversation:
         """The conversation up to the last question, and the question. `UserError` if there is
         none."""
         if not self.exchanges:
-            raise UserError("there is no question to ask again")
+            raise UserError("there is no question to repeat")
         return Conversation(self.exchanges[:-1]), self.exchanges[-1]
 
     def as_json(self) -> str:
@@ -169,18 +168,19 @@ class Conversation:
 
 
 class Paint:
-    """Finds for each piece of a reply whether the draft proposed its token. The text may come later
-    than its tokens, and end at a stop string: characters are matched."""
+    """Finds for each piece of a reply whether the draft proposed its token. The text may arrive
+    later than its tokens and end at a stop string, so characters are matched."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, bool]] = deque()
 
     def push(self, spelt: Iterable[tuple[str, bool]]) -> None:
-        """Tokens whose text is about to come: what each completes, and whether it was drafted."""
+        """Tokens whose text has not arrived yet: the text that each completes, and whether it was
+        drafted."""
         self._waiting.extend(spelt)
 
     def take(self, text: str) -> list[tuple[str, bool]]:
-        """The text in pieces that are drafted or not; what no token has spelt is not."""
+        """The text in pieces that are drafted or not; text without a token is not."""
         pieces: list[tuple[str, bool]] = []
         while text:
             spelt, flag = self._waiting.popleft() if self._waiting else (text, False)
@@ -216,10 +216,10 @@ template_option = rare(
 
 
 class Templated:
-    """Makes tokens of conversations by the template of a coordinator's target."""
+    """Tokenizes conversations with the template of a coordinator's target."""
 
     def __init__(self, client: Client, values: Mapping[str, Any]) -> None:
-        """`UserError` for values that this template cannot be given."""
+        """`UserError` for values that this template must not get."""
         described = client.describe()
         self._digest, self._values = described.vocabulary.digest, values
         if why_not := against_values(values, described.vocabulary.template):
@@ -227,7 +227,7 @@ class Templated:
         self._codec = codec_of(described)
 
     def submitted(self, turns: Sequence[str]) -> dict[str, Any]:
-        """Return what `Client.submit` is given for these turns, user first; `UserError` where the
+        """Return the arguments of `Client.submit` for these turns, user first; `UserError` if the
         template fails on them."""
         said = [(("user", "assistant")[place % 2], turn) for place, turn in enumerate(turns)]
         try:
@@ -238,7 +238,8 @@ class Templated:
 
 
 def templated(client: Client, values: Mapping[str, Any]) -> Templated | None:
-    """Return what makes tokens of turns where there are values; None: the coordinator does."""
+    """Return the tokenizer of turns if there are template values; None: the coordinator
+    tokenizes."""
     return Templated(client, values) if values else None
 
 
@@ -254,7 +255,7 @@ class Answerer(Protocol):
     """A source of replies."""
 
     def models(self) -> str:
-        """Describe the models that answer."""
+        """Describe the models."""
 
     def no_chats(self) -> str:
         """Return why the model does not support chats; empty if it does."""
@@ -265,7 +266,7 @@ class Answerer(Protocol):
 
 
 class CoordinatorAnswerer:
-    """Has the models of a coordinator answer."""
+    """Gets replies from a coordinator."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._client = connection, connection.client
@@ -330,8 +331,8 @@ class CoordinatorAnswerer:
             ) from None
 
     def _text_codec(self) -> TextCodec:
-        """Return the codec of the target's tokens, by which replies are coloured; their text comes
-        from the coordinator."""
+        """Return the codec of the target's tokens, for colouring replies; their text comes from the
+        coordinator."""
         if self._codec is None or self._described is None:
             self._described = self._client.describe()
             self._codec = codec_of(self._described)
@@ -340,8 +341,8 @@ class CoordinatorAnswerer:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C in this block is only noted, so that no message is lost half-read; the yielded
-    function returns whether there was one. A second one interrupts as usual."""
+    """Ctrl-C in this block is only recorded, so that no message is lost half-read; the yielded
+    function returns whether it was pressed. A second one interrupts as usual."""
     before = signal.getsignal(signal.SIGINT)
     noted = False
 

@@ -1,5 +1,5 @@
-"""A client of a server over HTTP, of the standard library: its properties, and streamed replies.
-Other servers than ours give only the text."""
+"""A client of a server over HTTP, with the standard library: its properties, and streamed replies.
+Other servers than dovetail send only the text."""
 
 import http.client
 import json
@@ -23,9 +23,9 @@ from dovetail.runtime.text.tokenizer import NO_TEMPLATE
 CONNECT_S = 10.0
 SILENCE_S = 120.0
 """A server that is silent for this long, during prefill or within a reply, counts as lost."""
-MOST_WORDS = 200  # characters that are shown of an answer that is none
+MOST_WORDS = 200  # characters shown of an invalid answer
 KEY_VARIABLE = "DOVETAIL_API_KEY"
-SERVERS = ("acceptance", "generation_config")  # settings of sampling that the server decides on
+SERVERS = ("acceptance", "generation_config")  # sampling settings that the server decides
 LATER = (429, 503)
 """The target is full, or restarting: the same request may be answered a little later."""
 
@@ -34,8 +34,8 @@ OTHERWISE = "connect to its coordinator (ipc:// or tcp://) instead of its URL"
 
 
 def check_flags(configuration: Configuration, otherwise: str = OTHERWISE) -> None:
-    """`UserError` for a setting that only the server can decide, except for `draft.kind = none`,
-    which a request can have. `otherwise`: the remedy."""
+    """`UserError` for a setting that only the server can decide, except `draft.kind = none`, which
+    a request can have. `otherwise`: the remedy."""
     for name, origin in configuration.origins.items():
         wish = name == "draft.kind" and configuration.value(name) == "none"
         if (
@@ -50,8 +50,8 @@ def check_flags(configuration: Configuration, otherwise: str = OTHERWISE) -> Non
 
 
 def api_key(configuration: Configuration) -> str:
-    """The key to send: the first in the file of the settings, else that of the environment; empty
-    if there is none."""
+    """The key to send: the first in the settings' file, else that in the environment; empty if
+    there is none."""
     file = configuration.settings.http.api_key_file
     if not file:
         return os.environ.get(KEY_VARIABLE, "").strip()
@@ -70,7 +70,7 @@ def said_to_server(configuration: Configuration) -> frozenset[str]:
 
 
 class WebServer:
-    """A server, and the key that it is asked with."""
+    """A server, and the key for requests."""
 
     def __init__(self, url: str, key: str, *, silence_s: float = SILENCE_S) -> None:
         self._parts, self._key, self._silence_s = _checked(url), key, silence_s
@@ -141,7 +141,7 @@ class WebServer:
 
 
 class WebAnswerer:
-    """Has a server answer; asks it at once which model it serves."""
+    """Gets replies from a server; queries at once which model it serves."""
 
     def __init__(self, url: str, key: str) -> None:
         self._site = WebServer(url, key)
@@ -163,8 +163,7 @@ class WebAnswerer:
         return PLAIN if self.plain else why
 
     def defaults(self, manner: Manner) -> str:
-        """Describe the server's sampling defaults, as it reports them; empty if they are dovetail's
-        defaults."""
+        """Describe the server's reported sampling defaults; empty if they are dovetail's."""
         usual = SamplingSettings().model_dump(mode="json")
         held = [
             f"{name} {printable(str(value))}"
@@ -297,8 +296,8 @@ def _object(content: bytes) -> dict[str, Any]:
 
 
 def _failure(status: int, said: dict[str, Any], *, sent_key: bool = False) -> DovetailError:
-    """Return what a server's refusal means: that it may do it later, else a mistake of ours below
-    500, else its own."""
+    """Return the error for a server's refusal: temporary, a mistake in the request (below 500), or
+    the server's failure."""
     error = said.get("error")
     text = (
         printable(str(error.get("message", "")))

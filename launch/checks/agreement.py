@@ -1,5 +1,5 @@
 """Compares a loaded target with transformers' forward of its checkpoint in fp32 over a long text:
-log-probabilities and choices at every position, or for weights of few bits their mean difference.
+log-probabilities and choices at every position, or, for weights of few bits, the mean difference.
 The reference is `workers/models/parity/card.py`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 
 TOP = 20  # tokens of each position whose log-probabilities are compared
-REPLY = 32  # tokens that the target adds to the text by itself
+REPLY = 32  # tokens that the target appends to the text
 LEAST_TEXT, MOST_TEXT = 256, 2048
-"""Least and most tokens of a text, which crosses the positions that its config.json names."""
+"""Least and most tokens of a text, which must pass the positions named in config.json."""
 BEYOND = 16  # tokens behind the last of these positions
 EXACT = 2e-3
 """Largest accepted difference of a log-probability for the checkpoint's own function: rounding."""
@@ -49,16 +49,16 @@ HALF_CACHE = 0.01
 
 @dataclass(frozen=True)
 class Agreement:
-    """The result of a comparison; without tokens it did not take place, for the reason `why`."""
+    """The result of a comparison; without tokens there was none, for the reason `why`."""
 
     tokens: int = 0
     largest: float = 0.0
     mean: float = 0.0
     tolerance: float = 0.0
     of_mean: bool = False
-    """True if the mean difference, and not the largest, has to stay below the tolerance."""
+    """True if the mean difference, not the largest, must stay below the tolerance."""
     first: int | None = None  # the first position that differs too much
-    beyond: int | None = None  # a position that the configuration names and the text does not reach
+    beyond: int | None = None  # a position named in the configuration that the text does not reach
     why: str = ""
 
     @property
@@ -147,8 +147,8 @@ def agreement_of(
         return Agreement(why=f"the target's model cannot be read here ({error})")
     if not _same(target, checkpoint):
         return Agreement(
-            why=f"{target.model} is not what the target loaded: it has changed since, or this "
-            "machine has a different one"
+            why=f"{target.model} is not the model that the target loaded: it has changed since, or "
+            "this machine has a different one"
         )
     described = connection.client.describe()
     context = described.limits.context

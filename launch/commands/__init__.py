@@ -1,1 +1,1 @@
-"""One file for each command: its options, and the steps it takes."""
+"""One file for each command, with its options and steps."""

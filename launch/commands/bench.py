@@ -1,5 +1,5 @@
-"""`dovetail bench`: methods side by side, one method over sizes of its tree, or a server under
-load. Methods and peers are in `bench/methods.py`, turns in `bench/turns.py`, figures in
+"""`dovetail bench`: methods compared, one method with several tree sizes, or a server under load.
+Methods and peers are in `bench/methods.py`, turns in `bench/turns.py`, figures in
 `bench/figures.py`, loads over HTTP in `bench/load/`."""
 
 import json
@@ -66,7 +66,7 @@ COMPARING = {
     "llama_python": "--llama-python",
     "llama_server": "--llama-server",
 }
-"""The parameters that do not go with --concurrency, and their options."""
+"""The parameters that cannot be combined with --concurrency, and their options."""
 
 
 @click.command(
@@ -84,7 +84,7 @@ COMPARING = {
     "files",
     multiple=True,
     type=FILE,
-    help="File of prompts, which is one set; can be repeated.",
+    help="File with one set of prompts; can be repeated.",
 )
 @click.option(
     "--method",
@@ -100,15 +100,18 @@ COMPARING = {
     type=float,
     help="Can be repeated.  [default: sampling.temperature]",
 )
-@click.option("--limit", type=COUNT, help="Prompts taken of each set.  [default: all]")
+@click.option("--limit", type=COUNT, help="Number of prompts of each set.  [default: all]")
 @rare(
-    "--repeat", type=COUNT, default=1, help="Times that every prompt is measured with every method."
+    "--repeat",
+    type=COUNT,
+    default=1,
+    help="Number of measurements of every prompt with every method.",
 )
 @seed_option("Seed of every reply and of the bootstrap.")
 @rare(
     "--sweep",
     type=click.Choice(tuple(VALUES)),
-    help="Measure every method that drafts over this size of its tree (of a beam, gamma "
+    help="Measure every method that drafts for several values of this tree size (for a beam, gamma "
     "follows depth).",
 )
 @rare(
@@ -120,14 +123,13 @@ COMPARING = {
 @click.option(
     "--concurrency",
     metavar="N,N,...",
-    help="Measure a server over HTTP instead, our own or any other (--url), with this many "
-    f"requests at once: throughput and latencies.  [default with --url: {DEFAULT_LEVELS}]",
+    help="Measure a server over HTTP instead, ours or any other (--url), with this many concurrent "
+    "requests: throughput and latencies.  [default with --url: {DEFAULT_LEVELS}]",
 )
 @rare(
     "--url",
     metavar="URL",
-    help="The server of --concurrency, any that speaks the OpenAI API.  [default: one that is "
-    "started here]",
+    help="The server for --concurrency, any with the OpenAI API.  [default: one is started here]",
 )
 @rare(
     "--requests",
@@ -139,23 +141,28 @@ COMPARING = {
     type=FILE,
     help="Draw the speed-ups, or the curves of --sweep or --concurrency, into this SVG file.",
 )
-@rare("--csv", "table", type=FILE, help="Write a line a method, set and temperature to this file.")
+@rare(
+    "--csv",
+    "table",
+    type=FILE,
+    help="Write a line for each method, set and temperature to this file.",
+)
 @rare(
     "--llama-python",
     type=click.Path(path_type=Path),
-    help="The Python that has llama-cpp-python and gguf, for --method llama.cpp.  [default: ours]",
+    help="A Python with llama-cpp-python and gguf, for --method llama.cpp.  [default: this one]",
 )
 @rare(
     "--llama-server",
     type=click.Path(path_type=Path),
     help="llama-server, for --method llama-server; without --method a GGUF target is compared with "
-    "it.  [default: that of the PATH]",
+    "it.  [default: the one on PATH]",
 )
 @rare(
     "--out",
     type=FILE,
-    help="Save every reply in this file, and the JSON object at its end; an interrupted run "
-    "is continued from there.",
+    help="Save every reply and finally the JSON object in this file; an interrupted run continues "
+    "from it.",
 )
 @json_instead_of("a table")
 @settings_flags(
@@ -188,14 +195,14 @@ def command(
 ) -> None:
     """Measure methods on sets of prompts at several temperatures, alternating prompt by prompt.
 
-    MODEL is the target, as `dovetail serve` takes it. METHOD is none, a kind of draft, a tree
-    policy (the draft of the settings with this policy), the folder of a draft, a settings file
+    MODEL is the target, as for `dovetail serve`. METHOD is none, a kind of draft, a tree policy
+    (the draft of the settings with this policy), the folder of a draft, a settings file
     (NAME.toml), assisted (transformers' assisted generation with the same two models), llama-server
     (with the target's own GGUF file) or llama.cpp (llama-cpp-python with another target, written as
     GGUF), with settings appended: --method small,tree.gamma=6,draft.ahead=false. llama-server also
     takes draft=FILE.gguf or draft=own (our draft's file), and max=N, threads=N, flash=on|off, by
-    default the fastest that is measured; llama.cpp threads=N, draft=lookup (its prompt lookup),
-    lookup=N and cache=f16|f32. These three are part of a checkout, not of an installation.
+    default the fastest; llama.cpp also takes threads=N, draft=lookup (its prompt lookup), lookup=N
+    and cache=f16|f32. These three are part of a checkout, not of an installation.
 
     Exit code 1 if a method's tokens differ from those of none by more than a near-tie, or if a
     draft failed. llama.cpp and llama-server compute with other number types: their differences are
@@ -209,7 +216,9 @@ def command(
     if concurrency is not None or url is not None:
         for name, option in COMPARING.items():
             if context.params[name]:
-                raise UserError(f"{option} does not go with --concurrency or --url: leave it out")
+                raise UserError(
+                    f"{option} cannot be combined with --concurrency or --url: leave it out"
+                )
         plan = plan_of(
             _sets(files, limit),
             _heats(configuration, temperatures),
@@ -221,7 +230,7 @@ def command(
         )
         context.exit(measure_and_tell(configuration, url, plan, out, plot, as_json=as_json))
     if requests is not None:
-        raise UserError("--requests belongs to --concurrency: add it, or leave --requests out")
+        raise UserError("--requests belongs to --concurrency: add that, or leave out --requests")
     if llama_server is not None and not methods:
         methods = beside_llama_server(configuration)
     chosen = read_methods(configuration, methods)
@@ -278,8 +287,7 @@ def _tell(result: dict[str, Any], sweeping: Sweep | None, *, as_json: bool) -> N
 def _contenders(
     methods: Sequence[Method], journal: Journal, programs: Mapping[str, Path | None]
 ) -> Iterator[Mapping[str, Contender]]:
-    """Return the decoder of each method; nothing is started if everything has already been
-    measured."""
+    """Return the decoder of each method; nothing is started if everything is already measured."""
     if journal.whole:
         yield journal.remembered(methods)
         return

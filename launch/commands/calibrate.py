@@ -1,6 +1,6 @@
-"""`dovetail calibrate`: the cost of a target's pass on this machine, and the hardware's limit. A
-child process (`machine/measurement.py`) measures on the target's cores, since binding precedes the
-import of torch; then the draft's. Results go to the profile file."""
+"""`dovetail calibrate`: the cost of a target pass on this machine, and the hardware's limit. A
+child process (`machine/measurement.py`) measures on the target's cores, then on the draft's, since
+binding must precede the import of torch. Results go to the profile file."""
 
 import json
 import os
@@ -74,8 +74,8 @@ def show_found(found: dict[str, Any]) -> None:
     click.echo(f"target      {found['model']} ({what})")
     if found["layers_measured"] < layers:
         click.echo(
-            f"            {found['layers_measured']} of {layers} layers were measured, which "
-            "memory holds; times are scaled by weights"
+            f"            {found['layers_measured']} of {layers} layers were measured, as memory "
+            "allows; times are scaled by weights"
         )
     click.echo(
         f"back end    {backends['backend']} "
@@ -89,8 +89,8 @@ def show_found(found: dict[str, Any]) -> None:
     )
     for length in found["skipped_contexts"]:
         click.echo(
-            f"skipped     a cache of {length} rows: filling it would take too long; a larger "
-            "--seconds measures it"
+            f"skipped a cache of {length} rows: filling it would take too long; raise --seconds to "
+            "measure it"
         )
     others = [length for length in found["t_v_by_context"] if int(length) != found["context"]]
     rows = [_pass(found, str(m), others) for m in TABLE_ROWS]
@@ -100,8 +100,8 @@ def show_found(found: dict[str, Any]) -> None:
         click.echo(_experts(experts))
     if len(found["t_v_measured"]) < len(found["t_v"]):
         click.echo(
-            f"measured at M = {format_numbers(found['t_v_measured'])}; between them T_V is "
-            "interpolated linearly (--json has all of it)"
+            f"measured at M = {format_numbers(found['t_v_measured'])}; in between, T_V is "
+            "interpolated linearly (--json has all values)"
         )
     if linears := backends.get("linears"):
         seconds = "seconds of a product of each candidate"
@@ -117,7 +117,7 @@ def _show_parts(found: dict[str, Any]) -> None:
             f"{rows} rows {_ms(here):.3g} and {_ms(there):.3g} ms"
             for rows, here, there in zip(own["rows"], own["seconds"], other, strict=True)
         )
-        click.echo(f"prompts, read by the CPU and by {read['device']}: {times}")
+        click.echo(f"prompts read by the CPU and by {read['device']}: {times}")
     if (parts := found["device"]) is not None:
         click.echo(
             f"{parts['device']}: its link carries {parts['link_gb_s']:.1f} GB/s; a layer takes "
@@ -192,7 +192,7 @@ SECONDS, MOST_SECONDS = 30.0, 3600.0
 BLOCKS = "file"  # weights that are read from a file and cannot be random
 PERCENT = 100
 REPLIES, MOST_TOKENS = 3, 64
-"""Replies that are streamed to measure the overhead of a round; the fastest counts."""
+"""Number of streamed replies for the overhead of a round; the fastest counts."""
 
 
 @click.command(cls=HelpCommand)
@@ -207,9 +207,9 @@ REPLIES, MOST_TOKENS = 3, 64
     "--seconds",
     type=Number(min=0.1, max=MOST_SECONDS),
     default=SECONDS,
-    help="About how long to measure passes.",
+    help="Approximate time for measuring passes.",
 )
-@click.option("--plot", type=FILE, help="Draw T_V and its limit over the rows into this SVG file.")
+@click.option("--plot", type=FILE, help="Plot T_V and its limit over the rows in this SVG file.")
 @rare("--keep-anyway", is_flag=True, help="Save the figures even if other programs were busy.")
 @json_instead_of("tables")
 @settings_flags("target", "draft")
@@ -224,22 +224,17 @@ def command(
     """Measure T_V(M), the seconds of a pass of the target over M rows, for M = 1 to 64 and several
     lengths of the cache, and the limits of this machine.
 
-    A target folder may hold a config.json alone: its weights are random then, which costs the same,
-    so that a model can be measured before it is downloaded. Where memory does not hold all layers,
-    fewer are measured and the times scaled by weights. Median of several passes. If other programs
-    use more than a tenth of the processors, nothing is saved and the exit code is 1. What is saved
-    holds for the instruction set of the kernels that computed.
-
-    Of a draft, a small model or a head, t_D is measured: the seconds of one level of its tree.
-
-    With --target.prefill DEVICE the time is measured that this device takes to read prompts for a
-    target on the CPU. From then on target.prefill auto knows for which prompts it pays.
-
-    With --target.split.device DEVICE or --target.device DEVICE the times of layers on it are
-    measured, resident and streamed, and its link. `dovetail plan` composes placements from them.
-
-    On a machine with several memory nodes, a target that can be spread over them is measured twice,
-    on the best node and spread over all; from then on target.numa auto takes the faster way.
+    A target folder may contain only config.json: weights are then random, at the same cost, so that
+    a model can be measured before it is downloaded. If not all layers fit into memory, fewer are
+    measured and the times scaled. Times are medians of several passes. If other programs use more
+    than a tenth of the processors, nothing is saved and the exit code is 1. Results hold for the
+    kernels' instruction set. For a draft, a small model or a head, t_D is measured: the seconds of
+    one level of its tree. --target.prefill DEVICE measures how long this device takes to read
+    prompts for a target on the CPU; target.prefill auto then uses it for prompts for which it pays
+    off. --target.split.device DEVICE or --target.device DEVICE measures resident and streamed
+    layers on it, and its link; `dovetail plan` composes placements from these. On a machine with
+    several memory nodes, a target that can be spread is measured on the best node and spread over
+    all; target.numa auto then uses the faster layout.
     """
     check_chart(plot)
     check_output(plot, "the plot")
@@ -294,8 +289,9 @@ def command(
 def _overhead_s(
     configuration: Configuration, calibration: Calibration, seconds: float
 ) -> float | None:
-    """Return seconds of messages, coordinator and HTTP a pass, from about `seconds` of streams.
-    None if the target is not served as measured, or if other programs have slowed the passes."""
+    """Return the seconds of messages, coordinator and HTTP per pass, from about `seconds` of
+    streams. None if the served target differs from the measured one, or other programs slowed the
+    passes."""
     folder = find_folder(with_target(configuration.settings.target).model, files=CONFIG_ALONE)
     whole = calibration.layers_measured == calibration.layers and any(weight_paths(folder))
     if beside_cpu(configuration) or not whole or not (folder / "tokenizer.json").exists():
@@ -370,8 +366,8 @@ def _keep_target(
 
 
 def _keep_nodes(target: TargetSettings, both: Sequence[dict[str, Any]]) -> None:
-    """Save the costs of a target on one memory node and spread over all of them in the profile
-    file, by which target.numa = 'auto' decides."""
+    """Save the costs of a target on one memory node and spread over all in the profile file, for
+    target.numa = 'auto'."""
     if (profile := writable_profile_path()) is None:
         return
     costs = [read_found(Calibration, found["calibration"]) for found in both]
@@ -423,7 +419,7 @@ def _measure(
     assert child.process.stdout is not None
     shown = 0
     for line in child.process.stdout:
-        if not line.endswith(b"\n"):  # its last one, torn: it was killed
+        if not line.endswith(b"\n"):  # its incomplete last line: it was killed
             break
         message = json.loads(line)
         if "found" in message:

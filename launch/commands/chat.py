@@ -1,4 +1,4 @@
-"""`dovetail chat`: a conversation in the terminal, or a filter: a line in, a reply out. State and
+"""`dovetail chat`: a conversation in the terminal, or a filter that answers each line. State and
 replies are in `answering.py` and `web.py`."""
 
 import json
@@ -60,9 +60,9 @@ WAKE_S = 0.5
     "--stop",
     multiple=True,
     metavar="TEXT",
-    help="Text before which a reply ends; can be given several times.",
+    help="A reply ends before this text; can be repeated.",
 )
-@json_option("Without a terminal: the result of each reply as one JSON object on a line of stdout.")
+@json_option("Without a terminal: print the result of each reply as a JSON line on stdout.")
 @template_option
 @settings_flags(
     *("target", "draft", "tree", "sampling", "memory", "coordinator", "http"), named=True
@@ -77,11 +77,10 @@ def command(
 ) -> None:
     """Chat with the model, turn by turn; /help lists the commands.
 
-    MODEL is the target, as `dovetail serve` takes it.
-
-    What the draft proposed is in colour. Ctrl-C interrupts a reply, Ctrl-D ends. Standard input
-    that is not a terminal is read line by line. A server over HTTP is sent the first API key of the
-    file --http.api_key_file, else $DOVETAIL_API_KEY.
+    MODEL is the target, as for `dovetail serve`. Text that the draft proposed is in colour. Ctrl-C
+    interrupts a reply, Ctrl-D ends. Standard input that is not a terminal is read line by line. The
+    API key for a server over HTTP is the first in the file --http.api_key_file, else
+    $DOVETAIL_API_KEY.
     """
     check_stops(stop)
     with unwound_by_signals(), _answerer(configuration, connect) as (answerer, configuration):
@@ -136,7 +135,7 @@ class Chat:
     def talk(self) -> None:
         self._talks = True
         note(self._answerer.models())
-        colour = f"what the draft proposed is in {DRAFTED}this colour{PLAIN}; "
+        colour = f"text proposed by the draft is in {DRAFTED}this colour{PLAIN}; "
         note(f"{colour if self._colours else ''}/help lists the commands, Ctrl-D ends")
         with line_editing():
             while not self._ended:
@@ -247,7 +246,7 @@ class Chat:
         before, last = self._conversation.taken_back()
         if last.is_repeated_in(self._manner):
             fixed = "/temperature 0.7" if self._manner.is_greedy else "/seed random"
-            note(f"the reply will be the same: {fixed} allows another one")
+            note(f"the reply will be the same: {fixed} allows a different one")
         self._answer(before, last.question)
 
     def _save(self, path: Path) -> None:
@@ -256,7 +255,7 @@ class Chat:
         check_output(path, "the conversation")
         with writing(path, "the conversation"):
             path.write_text(self._conversation.as_json(), encoding="utf-8")
-        note(f"{path} has the conversation")
+        note(f"the conversation is saved in {path}")
 
 
 def harmless(text: str) -> str:
@@ -286,7 +285,7 @@ def _in_force(manner: Manner, name: str) -> str:
     if name == "seed":
         return f"seed {'random: another one for each reply' if seed is None else seed}"
     if not manner.decides("temperature"):
-        return "temperature as the server decides"
+        return "temperature the server's default"
     return f"temperature {heat:g}" if heat else "temperature 0: greedy"
 
 
@@ -351,8 +350,8 @@ SHOWN_REPLIES = 10
 
 
 def print_stats(results: list[Result | None]) -> None:
-    """The figures of the last replies, a row each: what they brought, and where their time went.
-    Two tables, since a terminal may have 80 columns."""
+    """The figures of the last replies, a row each: their yield, and a breakdown of their time. Two
+    tables, since a terminal may have 80 columns."""
     shown = [
         (number, result) for number, result in enumerate(results, start=1) if result is not None
     ][-SHOWN_REPLIES:]

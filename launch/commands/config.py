@@ -74,12 +74,12 @@ def grafana() -> None:
 @click.option(
     "--out",
     type=OUT_FOLDER,
-    help="Write each unit into this folder, such as /etc/systemd/system.  [default: stdout]",
+    help="Write the units to this folder, such as /etc/systemd/system.  [default: stdout]",
 )
 @settings_flags(*SERVED, shown=SERVING, named=True)
 def systemd(configuration: Configuration, out: Path | None) -> None:
-    """Print hardened units for this machine: the coordinator, its workers and the HTTP API, each on
-    its cores and within its memory, watched by their progress."""
+    """Print hardened units for this machine: the coordinator, its workers and the HTTP API, each
+    with its cores, its memory and a watchdog."""
     units = extra("launch.files.deployment.systemd").systemd_units(configuration)
     if out is not None:
         _write(out, units)
@@ -91,8 +91,8 @@ def systemd(configuration: Configuration, out: Path | None) -> None:
 @export.command("compose", cls=HelpCommand, short_help="Print a compose file for this machine.")
 @settings_flags(*SERVED, shown=SERVING, named=True)
 def compose(configuration: Configuration) -> None:
-    """Print a compose file for this machine: a container for each process, of which only the HTTP
-    API has a network to the outside."""
+    """Print a compose file for this machine: a container for each process; only the HTTP API has an
+    external network."""
     text = extra("launch.files.deployment.containers").compose_file(configuration)
     click.echo(text, nl=False)
 

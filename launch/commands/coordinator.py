@@ -37,7 +37,7 @@ STDIN = 0
     "--own-folder",
     is_flag=True,
     hidden=True,
-    help="The folder of an ipc address belongs to this coordinator alone and is removed with it.",
+    help="The folder of the ipc address is only for this coordinator, and is removed with it.",
 )
 @parent_option
 @click.option(
@@ -59,10 +59,8 @@ def command(
 ) -> None:
     """Run a coordinator until SIGTERM, SIGHUP, Ctrl-C or a client's Stop.
 
-    It prints its address to stdout as one line. Other commands of this user on this machine find it
-    without --connect.
-
-    Started again at the same address, it continues the requests in its journal.
+    It prints its address as one line on stdout. Other commands of this user on this machine find it
+    without --connect. When restarted at the same address, it continues the requests in its journal.
     """
     handle_signals(parent)
     name_process("coordinator")
@@ -84,7 +82,7 @@ def command(
         opened.callback(hub.close)
         journal = _journal(settings, hub.address)
         if journal is not None:
-            alone = own_folder or settings.listen == "ipc"  # no other process has this address
+            alone = own_folder or settings.listen == "ipc"  # no other process uses this address
             opened.callback(journal.close, remove=alone and settings.journal == "auto")
         if parent is None:
             opened.enter_context(announced(hub.address, keys=settings.keys))
@@ -119,8 +117,8 @@ def _introduce(address: str) -> None:
         )
     if tcp:
         click.echo(
-            "FOLDER holds, on a worker's machine, its own NAME.key and coordinator.pub, both "
-            "made by `dovetail keygen`.",
+            "On a worker's machine, FOLDER contains its NAME.key and coordinator.pub, both made by "
+            "`dovetail keygen`.",
             err=True,
         )
 

@@ -1,5 +1,5 @@
-"""`dovetail doctor`: checks this machine and lists what to change; exit code 1 if there is
-something."""
+"""`dovetail doctor`: checks this machine and lists what to change; exit code 1 if there is anything
+to change."""
 
 import json
 from collections.abc import Sequence

@@ -16,11 +16,11 @@ from dovetail.protocol.errors import DovetailError, LinkError
 
 @click.command(cls=HelpCommand)
 @click.argument("worker")
-@connect_option("The coordinator of the worker.  [default: the only one of this user]")
+@connect_option("The worker's coordinator.  [default: the only one of this user]")
 @click.option(
     "--last",
     is_flag=True,
-    help="Drain it even if it is the last target: requests are then refused until there is "
+    help="Drain it even if it is the last target; requests are then refused until there is "
     "another.",
 )
 @json_option()
@@ -29,14 +29,11 @@ def command(
     configuration: Configuration, worker: str, connect: str | None, last: bool, as_json: bool
 ) -> None:
     """Drain WORKER, by its name or pid in `dovetail status`: it gets no new sessions and ends when
-    it has none left.
-
-    `dovetail serve` does not restart it, and `dovetail status` shows that until another worker has
-    its role.
-
-    Sessions of a draft continue with another draft, or with the target alone, from their next round
-    on. Sessions of a target continue on another one that computes the same (where the coordinator
-    has move = any: on any with the same vocabulary); if there is none, they finish where they are.
+    none are left. `dovetail serve` does not restart it, and `dovetail status` reports this until
+    another worker has its role. Sessions of a draft continue with another draft, or with the target
+    alone, from their next round on. Sessions of a target continue on another one of equal
+    fingerprint (with move = any at the coordinator: on any with the same vocabulary); if there is
+    none, they finish where they are.
     """
     with find_coordinator(configuration, connect, role="operator") as client:
         leaver = named(client.status().workers, worker)
@@ -54,6 +51,6 @@ def command(
         note(f"{leaver.name} (pid {leaver.pid} on {leaver.host}) was drained: {told(done)}")
         for role in empty:
             note(
-                f"there is no other {role} worker, and none will be until you start one, such as "
-                f"with `dovetail swap --role {role}`"
+                f"there is no other {role} worker: start one, such as with `dovetail swap --role "
+                f"{role}`"
             )

@@ -1,5 +1,5 @@
-"""`dovetail features`: hidden states of a target, on which draft heads are trained. The work is in
-`workers/training/`, which is imported when it begins."""
+"""`dovetail features`: hidden states of a target, for training draft heads. `workers/training/`
+does the work, and is imported late."""
 
 import json
 import math
@@ -43,28 +43,30 @@ if TYPE_CHECKING:
     type=EXISTING_FILE,
     multiple=True,
     required=True,
-    help="Chats as JSON lines, or a token file (.bin, with its .mask); may be given more than "
-    "once.",
+    help="Chats as JSON lines, or a token file (.bin, with its .mask); can be repeated.",
 )
 @click.option(
     "--out",
     type=OUT_FOLDER,
     required=True,
-    help="The folder to write; an interrupted run is continued.",
+    help="The output folder; an interrupted run continues.",
 )
 @rare(
     "--taps",
     default="auto",
-    help="Layers whose input is stored with the last state: auto (EAGLE-3's), none, or such "
+    help="Layers whose input is stored with the last state: auto (EAGLE-3's), none, or a list such "
     "as 2,4,5.",
 )
 @rare(
     "--context",
     type=click.IntRange(min=2),
-    help="Tokens of the longest sequence.  [default: the target's context]",
+    help="Maximum length of a sequence in tokens.  [default: the target's context]",
 )
 @rare(
-    "--long", type=click.Choice(("cut", "drop")), default="cut", help="What to do with longer ones."
+    "--long",
+    type=click.Choice(("cut", "drop")),
+    default="cut",
+    help="What to do with longer sequences.",
 )
 @rare(
     "--dtype",
@@ -78,7 +80,7 @@ if TYPE_CHECKING:
 @click.option(
     "--regenerate",
     is_flag=True,
-    help="Let the target write the answers itself first; they are saved in OUT.answers.jsonl.",
+    help="First let the target write the answers, which are saved in OUT.answers.jsonl.",
 )
 @rare(
     "--temperature",
@@ -86,14 +88,14 @@ if TYPE_CHECKING:
     type=Number(0, 100),
     multiple=True,
     default=(0.0, 1.0),
-    help="Temperatures at which it writes them.",
+    help="Temperatures of these answers.",
 )
-@rare("--new-tokens", type=COUNT, default=1024, help="Tokens of the longest answer that it writes.")
+@rare("--new-tokens", type=COUNT, default=1024, help="Maximum length of an answer in tokens.")
 @rare(
     "--sessions",
     type=click.IntRange(1, 512),
     default=64,
-    help="How many answers it writes at a time.",
+    help="Number of answers written at a time.",
 )
 @rare(
     "--seed",
@@ -119,7 +121,7 @@ def command(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Store what a target's draft heads are trained on: its hidden states for every token of a set
+    """Store the training data of a target's draft heads: its hidden states for every token of a set
     of chats, in 16 bits.
 
     \b
@@ -176,7 +178,7 @@ def command(
         )
         index = store.begin(out, store.plan(examples, source.origin), examples)
         stored = "the last hidden state" + (
-            f" and what enters layers {', '.join(map(str, index.origin.taps))}"
+            f" and the inputs of layers {', '.join(map(str, index.origin.taps))}"
             if index.origin.taps
             else ""
         )

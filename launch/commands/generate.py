@@ -59,17 +59,17 @@ from dovetail.protocol.noise import random_seed
     "--parallel",
     type=click.IntRange(1, 64),
     default=1,
-    help="Prompts of a file that are decoded at a time.",
+    help="Number of prompts of a file decoded at a time.",
 )
-@rare("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
+@rare("--raw", is_flag=True, help="Continue the plain text, without the chat template.")
 @click.option("--seed", type=SEED, help="Sampling seed.  [default: a random one, reported]")
 @rare(
     "--stop",
     multiple=True,
     metavar="TEXT",
-    help="Text before which the reply ends; can be given several times.",
+    help="The reply ends before this text; can be repeated.",
 )
-@rare("--trace", type=FILE, help="Write the time line of all processes, for ui.perfetto.dev.")
+@rare("--trace", type=FILE, help="Write a timeline of all processes, for ui.perfetto.dev.")
 @rare("--record", type=FILE, help="File for a line per round: offered, verified, accepted, times.")
 @template_option
 @json_option("The result as one JSON object on stdout.")
@@ -97,7 +97,10 @@ def command(
     """
     check_stops(stop)
     if raw and template:
-        raise UserError(f"--raw is without the chat template, and {FLAG} is for it: leave one out")
+        raise UserError(
+            f"--raw disables the chat template, and {FLAG} is for the template: leave out one of "
+            "them"
+        )
     wish = RequestSettings(
         configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None, values=template
     )
@@ -164,7 +167,7 @@ def _decode_prompts(
     parallel: int,
 ) -> None:
     if out is None:
-        raise UserError("--prompts FILE needs --out FILE for the answers")
+        raise UserError("--prompts FILE needs --out FILE for the replies")
     if out.exists() and file.exists() and out.samefile(file):
         raise UserError(f"--out {out} is the file of --prompts: choose another one")
     if record is not None and record.resolve() == out.resolve():
@@ -181,6 +184,6 @@ def _check_file_mode(
         text = "--prompts needs the coordinator"
         raise UserError(f"{text}: connect to ipc:// or tcp:// instead of {connect}")
     if prompt is not None:
-        raise UserError("a prompt and --prompts FILE are two different jobs: leave one of them out")
+        raise UserError("a prompt and --prompts FILE cannot be combined: leave out one of them")
     if as_json or trace is not None:
         raise UserError("--json and --trace are for a single prompt: leave them out")

@@ -1,5 +1,5 @@
-"""`dovetail http`: the process of a coordinator's HTTP API, by hand or under a supervisor. Never
-imports torch."""
+"""`dovetail http`: the HTTP API of a coordinator, started by hand or by a supervisor. Never imports
+torch."""
 
 import asyncio
 import gc
@@ -50,7 +50,7 @@ from dovetail.runtime.http.service import Service, Terms
 from dovetail.runtime.text.tokenizer import OWN_VALUES, TextCodec
 
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
-"""Descriptors reserved for a server's other files; it has 24 when it begins."""
+"""Descriptors reserved for a server's other files; 24 are open at the start."""
 HEARTBEAT = b"heartbeat\n"  # the line that a supervised server writes to stdout once a second
 log = logging.getLogger("dovetail.http")
 
@@ -70,7 +70,7 @@ log = logging.getLogger("dovetail.http")
     "--model-folder",
     type=click.Path(path_type=Path),
     hidden=True,
-    help="The folder of the target, whose tokenizer is read ahead.",
+    help="The folder of the target, whose tokenizer is read in advance.",
 )
 @settings_flags(
     "http",
@@ -90,9 +90,9 @@ def command(
 ) -> None:
     """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
 
-    Its URL goes to stdout as one line once it listens. The settings of sampling and tree are the
-    defaults of requests, and so are draft.ahead and draft.kind none. The other settings of the
-    draft belong to the draft worker.
+    It prints its URL as one line on stdout once it listens. The settings of sampling and tree,
+    draft.ahead and draft.kind none are the defaults of requests. The other settings of the draft
+    belong to the draft worker.
     """
     handle_signals(parent)
     log_to_stderr(logging.WARNING if parent else logging.INFO)
@@ -175,7 +175,7 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
             settings.http.fit,
         ),
         model=settings.http.model,
-        names={f"/{'/'.join(TARGET_FOLDER.parts[-3:])}": "demo"},  # wherever a worker has it
+        names={f"/{'/'.join(TARGET_FOLDER.parts[-3:])}": "demo"},  # the same model in any folder
         called=call_model,
         version=installed_version(),
         keys=keys,
@@ -188,14 +188,13 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
 
 
 def shown(settings: HttpSettings, *, keyed: bool) -> Shown:
-    """Return what the dashboard shows: tokens of requests only if all who can see it are one
-    user."""
+    """Return what the dashboard shows: tokens of requests only if a single user can see it."""
     return settings.dashboard if settings.dashboard != "auto" else "anonymous" if keyed else "full"
 
 
 def connections_of(configuration: Configuration) -> int:
-    """Return how many connections are possible, after raising the limit on open files. If they are
-    too few, a number from the settings is refused, and the default lowered."""
+    """Return the possible number of connections, after raising the limit on open files. If it is
+    too low, a number from the settings is refused, and the default is lowered."""
     wanted = configuration.settings.http.connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:

@@ -1,4 +1,4 @@
-"""`dovetail keygen`: the CURVE keys that every tcp address demands."""
+"""`dovetail keygen`: the CURVE keys that every tcp address requires."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from dovetail.protocol.keys import COORDINATOR, ROLES, generate_keys, generate_p
 
 @click.command(cls=HelpCommand)
 @option("--out", type=OUT_FOLDER, default=Path("keys"), help="Folder of the deployment's keys.")
-@click.option("--name", help="Add one more peer of this name.")
+@click.option("--name", help="Add a peer of this name.")
 @click.option(
     "--role",
     "roles",
     multiple=True,
     type=click.Choice(ROLES),
-    help="What the added peer may be; can be given several times.",
+    help="A role that the added peer may take; can be repeated.",
 )
 @click.option("--rotate", "rotated", metavar="NAME", help="Replace the key of this name.")
 @click.option(
@@ -34,7 +34,7 @@ def command(
     machine its own NAME.key and coordinator.pub.
     """
     if sum(option is not None for option in (name, rotated, revoked)) > 1:
-        raise UserError("--name, --rotate and --revoke are three different jobs: give one of them")
+        raise UserError("--name, --rotate and --revoke cannot be combined: give one of them")
     if roles and name is None:
         raise UserError("--role belongs to an added key: give its name with --name")
     if rotated is not None:
@@ -46,7 +46,7 @@ def command(
     elif name is not None:
         generate_peer(out, name, roles)
         click.echo(
-            f"{out}/{name}.key is made: copy it, with coordinator.pub, to the machine of {name}"
+            f"made {out}/{name}.key: copy it, with coordinator.pub, to the machine of {name}"
         )
     else:
         generate_keys(out)
@@ -66,4 +66,4 @@ def _where_to(rotated: str) -> str:
         f"{rotated}.pub stays with the coordinator, which need not be restarted and refuses "
         "the old key from now on"
     )
-    return f"{kept}; copy {rotated}.key to the machine of {rotated} and restart what runs there"
+    return f"{kept}; copy {rotated}.key to the machine of {rotated} and restart its process"

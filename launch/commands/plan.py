@@ -1,5 +1,5 @@
-"""`dovetail plan`: where layers and a draft should be, its tree, tokens/s, memory, and whether
-speculation pays. Reads config.json alone, costs that `calibrate` kept or estimates, and acceptance
+"""`dovetail plan`: the placement of layers and draft, tree, tokens/s, memory, and whether
+speculation pays off. Reads only config.json, costs from `calibrate` or estimates, and acceptance
 from recorded rounds or papers. `launch/planning/planner.py` searches."""
 
 import json
@@ -34,7 +34,7 @@ WIDTH = TreeSettings.model_fields["width"].default
 COLUMNS = {
     "alternative": "a kind of placement; the best of each kind",
     "placement": "layers of the target, and the draft",
-    "tokens/s": "predicted; with --rounds, drafting ahead included",
+    "tokens/s": "predicted; with --rounds, including drafting ahead",
     "tau": "tokens committed per round",
     "tree": "gamma/depth/width and policy",
     "VRAM GB": "of the device, for target and draft: weights, buffers, one long conversation",
@@ -43,11 +43,11 @@ COLUMNS = {
 
 
 WEIGHTS = {
-    "weights": "a type that the target can have here; the table below is of the first that fits",
+    "weights": "a type that the target can have here; the table below is for the first that fits",
     "GB": "of layers and head",
-    "tokens/s": "predicted, of the best placement and draft that are ready; -: it does not fit",
-    "tree": "of that: gamma/depth/width and policy",
-    "computes": "what is lost, as measured on the embedded target",
+    "tokens/s": "predicted for the best placement and draft that are ready; -: does not fit",
+    "tree": "its gamma/depth/width and policy",
+    "computes": "the loss measured on the embedded target",
 }
 
 
@@ -79,7 +79,7 @@ WEIGHTS = {
     "--rounds",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Recording of a draft, made by `python tests/simulation record` in a checkout; can be "
+    help="Recording of a draft made by `python tests/simulation record` in a checkout; can be "
     "repeated.",
 )
 @json_instead_of("a table")
@@ -96,7 +96,7 @@ def command(
     """Print the best command to serve this model on this machine, and a table of placements with
     predicted tokens/s and memory.
 
-    With --target.split.device cpu the CPU stands for a GPU.
+    With --target.split.device cpu, the CPU takes the place of a GPU.
     """
     _check(configuration, machine, target_size)
     file_bytes = _file_bytes(configuration, machine, gguf_size)
@@ -128,7 +128,7 @@ def command(
     chosen = next((place for place, every in enumerate(searched) if every), 0)
     found, every = subjects[chosen], searched[chosen]
     if not every:
-        less = "take smaller weights (--weights half, int8, int4), or raise them"
+        less = "use smaller weights (--weights half, int8, int4), or raise these limits"
         needs = min(one.target.host_bytes(0, 0) for one in subjects) / 1e9
         raise UserError(
             "nothing fits: the target needs more than memory.vram and memory.ram leave it "
@@ -173,7 +173,7 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
         remedy = "needs --machine; for this machine name a --target"
         raise UserError(f"--target-size {target_size} {remedy}")
     if target.weights not in (*WEIGHT_BYTES, FILE, INT4):
-        remedy = "is not planned with: use fp32, half, int8, int4 or bf16"
+        remedy = "cannot be planned: use fp32, half, int8, int4 or bf16"
         raise UserError(f"target.weights = {target.weights!r} {remedy}")
     if machine is not None and (target.split.device or target.device != "cpu"):
         raise UserError(f"--machine {machine} has its own device: leave target's devices out")
@@ -226,8 +226,8 @@ def _elsewhere(
 def _show(
     every: Sequence[Option], result: dict[str, Any], device: str, model: Sequence[str]
 ) -> None:
-    """Print the command for the best alternative that needs nothing else first, the table and its
-    conclusions. `model`: the flag for a target that was given by its size only."""
+    """Print the command for the best alternative that is ready, the table and the conclusions.
+    `model`: the flag for a target given only by its size."""
     click.echo(result["command"])
     if (ready := result["at_once"]) is not None:
         rate = figure(ready["tokens_per_s"])
@@ -248,12 +248,12 @@ def _show(
     if result["no_chats"]:
         click.echo(result["no_chats"])
     for name, falls in result["falls"].items():
-        click.echo(f"draft.device = auto puts the {name} on the CPU, as priced here: {falls}")
+        click.echo(f"draft.device = auto puts the {name} on the CPU, as assumed here: {falls}")
     for name, origin in result["origins"].items():
         click.echo(f"{name}: {origin}")
     print_table(tuple(COLUMNS), [_line(one, device) for one in every])
     if result["left_out"]:
-        click.echo(f"with this memory there is no room for: {', '.join(result['left_out'])}")
+        click.echo(f"these do not fit into memory: {', '.join(result['left_out'])}")
     for line in result["verdict"]:
         click.echo(line)
     if (best := result["choice"])["lacks"]:
@@ -261,7 +261,7 @@ def _show(
         click.echo(f"{best['name']} needs more: the draft {best['lacks']}")
         click.echo(f"then: {serve_command(best['settings'], *more)}")
     if result["measurable"]:
-        note(f"estimates become measurements with: dovetail calibrate {result['measurable']}")
+        note(f"to replace estimates by measurements: dovetail calibrate {result['measurable']}")
 
 
 def _brief(one: dict[str, Any]) -> tuple[object, ...]:

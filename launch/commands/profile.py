@@ -50,19 +50,19 @@ NOT_AVAILABLE = "not available"
 LEAST = 5e-4  # a share that is not 0.0 %
 WORDS = {
     "busy": "share of the time in which a process worked, by its spans",
-    "drafting ahead": "of the time, not of busy: drafting that no round waited for",
-    "waits for X": "it had nothing to do until X was done; transport: a message",
-    "no work": "no reply was under way",
-    "its process": "CPU time by the kernel's count over that of its threads, or",
-    "": "as the driver reports it for a GPU; to compare with busy",
-    "its cores": "how busy these were, with any process",
-    "draft, verify": "of a round: drafting that is waited for; the target's pass",
-    "transport": "messages on their way, until the receiver has a core",
+    "drafting ahead": "share of the time, not of busy: drafting that no round waited for",
+    "waits for X": "idle until X was done; transport: until a message arrived",
+    "no work": "no reply was being decoded",
+    "its process": "CPU time by the kernel over that of its threads, or",
+    "": "the driver's figure for a GPU; compare with busy",
+    "its cores": "how busy these cores were, with any process",
+    "draft, verify": "parts of a round: drafting that it waits for; the target's pass",
+    "transport": "messages in transit, until the receiver has a core",
     "queue": "waiting for a worker that serves others (elsewhere: waiting)",
-    "unaccounted": "of the time between two verdicts, what is in no part",
-    "tokens/s": "of the rounds, without reading prompts; of one reply at a time",
+    "unaccounted": "time between two verdicts that is in none of these parts",
+    "tokens/s": "rate of the rounds, without reading prompts, for a single reply",
     "tau": "tokens that a round adds to its reply",
-    "T_V, T_T": "a pass of the target over a tree; a round without any",
+    "T_V, T_T": "a target pass over a tree; a round without a tree",
     "hit": "the next root was in the tree, and its subtree was kept",
 }
 """Terms used in the tables."""
@@ -76,10 +76,11 @@ WORDS = {
 @rare(
     "--limit",
     type=COUNT,
-    help=f"Prompts taken of the file.  [default: all; {SHIPPED} of the shipped ones]",
+    help=f"Number of prompts of the file.  [default: all; {SHIPPED} of the shipped ones]",
 )
 @connect_option(
-    "What to watch, or to run prompts on; a URL: of this machine.  [default: processes of our own]",
+    "The coordinator or server (on this machine) to watch, or to run prompts on.  [default: "
+    "separate processes]",
     "ADDRESS|URL",
 )
 @rare(
@@ -104,19 +105,15 @@ def command(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Show how long every device was busy, idle, and waiting for what; where the time of the rounds
-    went; and which change would help most.
-
-    If it starts processes of its own, some short replies with other trees follow the run, to show
-    what larger and smaller ones would bring, and then the limits of this machine are measured where
-    `dovetail calibrate` has not kept them. A watched server is not changed: then the advice follows
-    from what it did.
+    """Show how long every device was busy or idle and what it waited for, where the time of the
+    rounds went, and which change would help most. If it starts processes, some short replies with
+    other trees follow the run, to show the effect of larger and smaller ones; then this machine's
+    limits are measured unless `dovetail calibrate` has stored them. A watched server is not
+    changed, and the advice is based on its activity.
     """
     prompts = _prompts(prompt, file, limit, watching=connect is not None)
     if seconds is not None and (connect is None or prompts):
-        raise UserError(
-            "--seconds needs --connect, and no prompts: it is how long a server is watched"
-        )
+        raise UserError("--seconds is for watching a server: it needs --connect, and no prompts")
     check_charts("the figure")
     with _made(out):
         with ExitStack() as owned:
@@ -134,14 +131,14 @@ def command(
         click.echo(json.dumps(found))
     else:
         show(found)
-        note(f"the figure is {out / FIGURE}; ui.perfetto.dev shows {out / TRACE}")
+        note(f"the figure is {out / FIGURE}; open {out / TRACE} in ui.perfetto.dev")
 
 
 def _subject(configuration: Configuration, say: Callable[[str], None]) -> Subject | None:
     try:
         return subject_here(configuration, say)
     except UserError as error:
-        note(f"what this machine could do is not judged: {error}")
+        note(f"this machine's potential is not judged: {error}")
         return None
 
 
@@ -149,7 +146,7 @@ def _prompts(
     text: str | None, file: Path | None, limit: int | None, *, watching: bool
 ) -> list[Prompt]:
     if text is not None and file is not None:
-        raise UserError("--prompt and --prompts name two workloads: leave one of them out")
+        raise UserError("--prompt and --prompts cannot be combined: leave out one of them")
     if text is not None:
         if not text.strip() or not is_unicode(text):
             raise UserError("--prompt is empty, or not valid UTF-8 text: write some text")
@@ -206,8 +203,8 @@ def show(found: Mapping[str, Any]) -> None:
     click.echo(" · ".join(_first(found)))
     click.echo(
         f"{found['tokens']} tokens in {found['wall_s']:.2f} s, "
-        f"{found['tokens'] / found['wall_s']:.1f} a second: with reading prompts, and what lies "
-        "between replies"
+        f"{found['tokens'] / found['wall_s']:.1f} a second, including prompts and the time between "
+        "replies"
     )
     print_table(("of the time", *found["devices"]), list(_devices(found["devices"])))
     if wall_ms := found["round_wall_ms"]:
@@ -282,7 +279,7 @@ def _machine(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         figures = f"{_number(used, 1)} GB in use, bus {_number(gpu['link_gb_s'], 1)} GB/s"
         yield f"{name} {gpu['name']}", f"{_share(gpu['busy'])} busy by its driver, {figures}"
     if without := [name for name, why in found["absent"].items() if why == NO_CARD]:
-        yield "GPUs", f"none here ({' and '.join(without)} not asked)"
+        yield "GPUs", f"none here ({' and '.join(without)} were not queried)"
     for name, why in found["absent"].items():
         if why != NO_CARD:
             yield name, f"{NOT_AVAILABLE}: {why}"

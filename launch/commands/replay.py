@@ -18,7 +18,7 @@ from dovetail.runtime.record.replay import Replay, ReplayDifference
 @click.pass_context
 def command(context: click.Context, file: Path, as_json: bool) -> None:
     """Replay a session that a coordinator recorded (coordinator.record); exit code 1 if its logic
-    takes another action than it did.
+    now takes a different action.
 
     In a checkout, `python tests/replay` sends the recorded commands to a real worker.
     """
@@ -59,6 +59,6 @@ def report(
     else:
         click.echo(f"session {begin.session} of {begin.began}: {words}")
         if not recording.whole:
-            click.echo(f"the recording is not whole: {recording.words}")
+            click.echo(f"the recording is incomplete: {recording.words}")
         click.echo("the same throughout" if same else f"the first difference: {difference}")
     context.exit(0 if same else 1)

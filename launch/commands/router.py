@@ -38,12 +38,12 @@ REPLICA = re.compile(r"http://[^/?#@\s]+:[0-9]{1,5}/?")
     "urls",
     metavar="URL",
     multiple=True,
-    help="The URL of a service, such as http://127.0.0.1:8000; can be given several times.",
+    help="The URL of a service, such as http://127.0.0.1:8000; can be repeated.",
 )
 @click.option(
     "--replicas",
     type=EXISTING_FILE,
-    help="File of such URLs, one a line, which is reread whenever it changes.",
+    help="File of such URLs, one per line, reread when it changes.",
 )
 @parent_option
 @settings_flags(
@@ -61,11 +61,11 @@ def command(
 ) -> None:
     """Spread requests over several services until SIGTERM or Ctrl-C.
 
-    A request goes to the service that is predicted to finish it first: by the rate that each
-    reports, and by the beginning of the conversation, which one of them may have read already. Its
-    URL goes to stdout as one line once it listens. API keys are checked here, if there are any, and
-    passed on: the services need the same ones. A URL that is taken out of the file of --replicas
-    gets no further requests, and those that run there end undisturbed.
+    A request goes to the service that is predicted to finish it first, by the rates that they
+    report and by the beginning of the conversation, which one of them may have cached. The router
+    prints its URL as one line on stdout once it listens. API keys, if any, are checked here and
+    passed on, so the services need the same keys. A URL that is removed from the file of --replicas
+    gets no further requests; running ones finish undisturbed.
     """
     handle_signals(parent)
     name_process("router")
@@ -126,8 +126,8 @@ class Listed:
         self._said = ""
 
     def __call__(self) -> list[str]:
-        """Return them; `UserError` for an invalid URL. A file that has become unreadable or invalid
-        changes nothing, and is reported once."""
+        """Return them; `UserError` for an invalid URL. If the file becomes unreadable or invalid,
+        nothing changes, which is reported once."""
         if self._file is not None:
             try:
                 status = self._file.stat()
@@ -144,7 +144,7 @@ class Listed:
                     raise
                 if str(error) != self._said:
                     self._said = str(error)
-                    log.warning("the list of services stays as it was: %s", error)
+                    log.warning("the list of services is unchanged: %s", error)
         return [*dict.fromkeys([*self._named, *self._read])]
 
 

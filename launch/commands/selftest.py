@@ -78,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The result of a case: how many tokens were compared, and the widest of the first
+    """The result of a case: the number of compared tokens, and the largest of the first
     differences."""
 
     case: str
@@ -94,21 +94,21 @@ class CaseResult:
 
 @click.command(cls=HelpCommand)
 @connect_option(
-    "The coordinator to test.  [default: the only one of this user, else one that is started here]"
+    "The coordinator to test.  [default: the only one of this user, else one is started]"
 )
 @click.option("--prompts", type=FILE, help="File of prompts.  [default: the demonstration's]")
-@option("--limit", type=COUNT, default=3, help="Number of prompts taken.")
+@option("--limit", type=COUNT, default=3, help="Number of prompts.")
 @rare(
     "--text-tokens",
     type=click.IntRange(min=0),
-    help="Tokens of the text that is compared with transformers; 0: none is.  [default: past "
-    "what the configuration names, 256 to 2064]",
+    help="Length in tokens of the text compared with transformers; 0: none.  [default: beyond the "
+    "positions in config.json, 256 to 2064]",
 )
 @click.option(
     "--card",
     is_flag=True,
-    help="Instead, measure what each type of the target's weights changes on a text, here and "
-    "without a coordinator.",
+    help="Instead, measure the effect of each type of the target's weights on a text, without a "
+    "coordinator.",
 )
 @json_option()
 @settings_flags(*DECODING_SECTIONS)
@@ -127,8 +127,8 @@ def command(
     sizes, and the target's log-probabilities of a text with transformers' own in fp32; exit code 1
     if they differ, or if the draft fails.
 
-    A difference where the target's two best choices lay less than 1e-4 apart is a near-tie:
-    rounding decided. It is reported and does not fail.
+    A difference where the target's two best choices are less than 1e-4 apart is a near-tie, decided
+    by rounding. It is reported but is no failure.
     """
     if card:
         _show_card(configuration, prompts, text_tokens, as_json=as_json)
@@ -179,7 +179,7 @@ def _show_card(
 
 def _check_settings(configuration: Configuration) -> None:
     if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
-        raise UserError("nothing to compare without a draft: leave --draft none and --gamma 0 out")
+        raise UserError("nothing to compare without a draft: leave out --draft none and --gamma 0")
     if configuration.settings.sampling.acceptance == "rejection":
         text = "rejection does not keep tokens, so there is nothing to compare"
         raise UserError(f"{text}: leave --sampling.acceptance out")
@@ -214,7 +214,8 @@ def _log(text: str) -> None:
 
 
 def refuse_lossy(workers: Iterable[WorkerState]) -> None:
-    """`UserError` for a target whose tokens depend on the rest of the batch: no test could pass."""
+    """`UserError` for a target whose tokens depend on the rest of the batch, since no test could
+    pass."""
     if any(map(is_lossy, workers)):
         text = f"{LOSSY} weights are not lossless even against themselves"
         raise UserError(f"{text}: use --weights int8, half or fp32")
@@ -240,7 +241,7 @@ def drafting_tree(configuration: Configuration) -> TreeSettings:
 
 def _cases(tree: TreeSettings, tokens: int) -> list[Case]:
     """Every sampling with the tree of the settings, and greedy and plain sampling with a chain and
-    with a large tree; replies have this many tokens."""
+    with a large tree, for replies of this many tokens."""
     cases = []
     for sampling in SAMPLINGS:
         least = {"min_tokens": min(sampling.min_tokens, tokens)}

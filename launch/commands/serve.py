@@ -1,5 +1,5 @@
 """`dovetail serve`: a coordinator, its workers and the HTTP API, restarted when they are lost or
-stuck. The API listens before a model is loaded."""
+stuck. The API listens before models are loaded."""
 
 import json
 import logging
@@ -46,7 +46,7 @@ ANYWHERE = ("0.0.0.0", "[::]")  # hosts that mean all addresses of a machine
 
 
 @click.command(cls=HelpCommand)
-@json_option("When all is ready, one JSON object on stdout: url, address, pid, pids.")
+@json_option("Once everything is ready, print one JSON object on stdout: url, address, pid, pids.")
 @option(
     "--engine",
     type=click.Choice(["local", "ray"]),
@@ -65,11 +65,11 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
     them, weights that fit and the best available draft are chosen. Without MODEL the embedded pair
     is served.
 
-    Starts a coordinator, its workers and the HTTP API, and restarts what fails. When all are ready,
-    the URL is printed to stdout as one line. Other commands of this user on this machine find the
-    coordinator without --connect. After the first signal running requests have some seconds to
-    finish; a second one ends them. The settings of the tree and of sampling are the defaults of
-    requests.
+    Starts a coordinator, its workers and the HTTP API, and restarts any that fail. When all are
+    ready, the URL is printed as one line on stdout. Other commands of this user on this machine
+    find the coordinator without --connect. After the first signal, running requests have some
+    seconds to finish; a second signal ends them. The settings of tree and sampling are the defaults
+    of requests.
     """
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
@@ -91,7 +91,7 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
         try:
             service = _open(engine, configuration, opened)
         except SystemExit as told:
-            if told.code != signal.SIGTERM:  # Ray's exit code where that ends it while it starts
+            if told.code != signal.SIGTERM:  # Ray's exit code if it is ended while starting
                 raise
             return
         try:

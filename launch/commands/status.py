@@ -51,8 +51,8 @@ def _show(state: Reported) -> None:
     )
     if state.totals.moves:
         click.echo(
-            f"moves       {state.totals.moves} of sessions to another target, "
-            f"{state.totals.rebalanced} because it is faster"
+            f"moves {state.totals.moves} of sessions to another target, {state.totals.rebalanced} "
+            "of them to a faster one"
         )
     if url := next((found.url for found in announcements() if found.address == state.address), ""):
         click.echo(f"http        {url}")
@@ -145,8 +145,7 @@ def _row(worker: WorkerState) -> tuple[object, ...]:
 
 
 def _link(worker: WorkerState) -> tuple[object, ...]:
-    """The fastest recent round trip; under load it includes what the worker computed before it
-    answered."""
+    """The fastest recent round trip; under load it includes computation before the answer."""
     device = f"{worker.device}, {counted(worker.threads, 'thread')}"
     kernels = worker.kernels.partition(":")[0] or None
     link = (_whole(worker.round_trip_us), _clock(worker), _whole(worker.bytes_per_round))

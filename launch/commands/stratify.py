@@ -55,25 +55,23 @@ class PromptRounds:
     "--prompts",
     type=FILE,
     required=True,
-    help='File of typical prompts, a line {"id", "turns"} each.',
+    help='File of typical prompts, one {"id", "turns"} per line.',
 )
 @click.option(
     "--out",
     type=FILE,
     required=True,
-    help="TOML file that gets the thresholds, for --tree.thresholds.",
+    help="TOML file for the thresholds, for --tree.thresholds.",
 )
 @click.option(
     "--rounds",
     "kept",
     type=FILE,
-    help="Keep the rounds in this file; a second run continues from it.",
+    help="Save the rounds in this file; a second run continues from it.",
 )
-@rare("--limit", type=COUNT, help="Prompts taken of the file.  [default: all]")
+@rare("--limit", type=COUNT, help="Number of prompts of the file.  [default: all]")
 @seed_option("Seed of every reply.")
-@click.option(
-    "--plot", type=FILE, help="Draw rank over entropy, with the bins, into this SVG file."
-)
+@click.option("--plot", type=FILE, help="Plot rank over entropy, with the bins, in this SVG file.")
 @json_instead_of("a table")
 @settings_flags(*DECODING_SECTIONS, stratified=False)
 def command(
@@ -90,7 +88,7 @@ def command(
     shapes its trees.
 
     The thresholds hold for one draft and for the tree's depth and width. Takes about as long as the
-    replies; some thousand rounds are plenty.
+    replies; some thousand rounds suffice.
     """
     _check(configuration, plot)
     check_output(out, "the thresholds")
@@ -215,8 +213,8 @@ def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: in
 def rounds_of(
     records: Sequence[RoundRecord], result: Result, tree: TreeSettings, max_tokens: int
 ) -> "list[Round]":
-    """Return the rounds to fit: those of a reply that had a tree, room for all of its levels, and
-    an informative rank."""
+    """Return the rounds to fit: those with a tree, room for all of its levels, and an informative
+    rank."""
     from dovetail.workers.training.stratify import Round, terminal_confidence_rank
 
     last = result.prompt_tokens + min(loop_begins(result.token_ids), max_tokens - tree.depth - 1)
@@ -235,8 +233,8 @@ def rounds_of(
 def _kept(
     path: Path | None, holds_for: dict[str, Any]
 ) -> Iterator[tuple[dict[str, PromptRounds], Callable[[PromptRounds], None]]]:
-    """Yield the replies of an earlier run, and what appends one to their file, whose first line has
-    the settings that they hold for."""
+    """Yield the replies of an earlier run, and a function that appends one to their file, whose
+    first line has their settings."""
     replies: dict[str, PromptRounds] = {}
     if path is None:
         yield replies, lambda _: None
@@ -320,10 +318,15 @@ def chart(rounds: "Sequence[Round]", strata: "Strata", nodes: int) -> str:
     full = curves(lambda seen: seen.full, [found.full_share for found in strata.bins])
     entropy = "cumulative top-K entropy, nats"
     panels = [
-        Panel("Rank of the accepted path", entropy, "rank (worst: not to the bottom)", rank),
-        Panel("Accepted to the bottom", entropy, "share", full),
+        Panel(
+            "Rank of the accepted path",
+            entropy,
+            "rank (worst: not accepted to the deepest level)",
+            rank,
+        ),
+        Panel("Accepted to the deepest level", entropy, "share", full),
     ]
-    return draw_panels("What the target accepts, over how sure the draft is", panels)
+    return draw_panels("Acceptance by certainty of the draft", panels)
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
-"""`dovetail swap`: starts a worker on standby, or waits for one of another machine, and has the
-coordinator replace another by it while requests run. In place, it outlives this command; its output
-goes to a file in the runtime directory."""
+"""`dovetail swap`: starts a worker on standby, or waits for one on another machine, and requests
+that it replace another while requests run. Afterwards it outlives this command; its output goes to
+a file in the runtime directory."""
 
 import json
 import shlex
@@ -52,7 +52,7 @@ PLACED = ("target.device", "target.threads", "target.numa", "draft.device")
 KINDS_OWN = ("draft.weights", "draft.share", "draft.contrast", "draft.pickled")
 """Settings that another draft model or kind may not support."""
 LOCAL = (*PLACED, "target.isa", "draft.isa", "memory.", STUCK)
-"""Settings that need not hold on another machine."""
+"""Settings that may not apply on another machine."""
 
 
 @click.command(cls=HelpCommand)
@@ -60,7 +60,7 @@ LOCAL = (*PLACED, "target.isa", "draft.isa", "memory.", STUCK)
     "--role",
     type=click.Choice(["draft", "target", "unified"]),
     required=True,
-    help="What the worker does; unified: both, in one process.",
+    help="The worker's role; unified: both, in one process.",
 )
 @click.option(
     "--replace",
@@ -69,15 +69,13 @@ LOCAL = (*PLACED, "target.isa", "draft.isa", "memory.", STUCK)
     help="The worker to replace, by name or pid.  [default: the only one of the role, if "
     "there is one]",
 )
-@click.option(
-    "--beside", is_flag=True, help="Replace no worker: the new one joins the present ones."
-)
+@click.option("--beside", is_flag=True, help="Replace no worker: the new one is added.")
 @rare("--name", help="Name of the new worker in `dovetail status`.  [default: one that is free]")
 @click.option(
     "--print",
     "elsewhere",
     is_flag=True,
-    help="Start nothing: print what to type on another machine, and wait for that worker.",
+    help="Start nothing: print the command for another machine, and wait for that worker.",
 )
 @connect_option()
 @json_option()
@@ -102,16 +100,16 @@ def command(
 ) -> None:
     """Replace a worker by one with these settings, while requests run.
 
-    Settings that are not given are taken from the worker that leaves, or left last, if it ran on
-    this machine; otherwise name the model. A target that would compute other bytes is refused
-    unless the setting that differs is given.
+    Settings that are not given are taken from the replaced worker, or the last one that left, if it
+    ran on this machine; otherwise name the model. A target that would compute other bytes is
+    refused unless the setting that differs is given.
 
-    The new worker is tried with short sessions, then gets all new sessions and takes over the
-    running ones: all sessions of a draft; those of a target one by one if it computes the same
-    bytes (where the coordinator has move = any: if it has the same vocabulary). The others finish
-    where they are. Then the old worker ends. If the new one fails it is stopped, the old one stays,
-    and the exit code is 1. No request fails because of a swap. A process with both roles replaces
-    the target first, then the draft.
+    The new worker is tested with short sessions, then gets all new sessions and takes over running
+    ones: all sessions of a draft; those of a target one by one if it computes the same bytes (with
+    move = any at the coordinator: if it has the same vocabulary). Other sessions finish where they
+    are. Then the old worker ends. If the new one fails, it is stopped, the old one stays, and the
+    exit code is 1. No request fails because of a swap. A process with both roles replaces the
+    target first, then the draft.
     """
     _check_choice(configuration, role, replaced, beside=beside)
     if role == "unified":
@@ -129,7 +127,7 @@ def command(
         own = any(option.startswith((*ROLES, "memory.")) for option in asked)
         alike = old[parts[0]] is None and not (beside or elsewhere or name or own)
         if alike and (back := restarted(client, parts[0])) is not None:
-            again = f"`dovetail serve` has started {back.name} again (pid {back.pid})"
+            again = f"`dovetail serve` has restarted {back.name} (pid {back.pid})"
             click.echo(json.dumps(summary_of(back, None))) if as_json else note(again)
             return
         before, whose = settings_before(configuration, parts[0], old[parts[0]], state, addresses)
@@ -162,12 +160,12 @@ def _check_choice(
     configuration: Configuration, role: Played, replaced: str | None, *, beside: bool
 ) -> None:
     if beside and replaced is not None:
-        raise UserError(f"--beside keeps every worker: leave it out, or --replace {replaced}")
+        raise UserError(f"--beside keeps every worker: leave out either it or --replace {replaced}")
     _check_flags(configuration, role)
     if role == "draft" and configuration.settings.draft.kind == "none":
         raise UserError("--draft none is not a worker: use `dovetail drain WORKER`")
     if role == "unified" and replaced is not None:
-        raise UserError(f"--role unified replaces two workers: leave --replace {replaced} out")
+        raise UserError(f"--role unified replaces two workers: leave out --replace {replaced}")
 
 
 def _check_models(configuration: Configuration, role: Played) -> None:
@@ -184,7 +182,7 @@ def _wait_for_another_machine(
 ) -> dict[str, Any]:
     click.echo(line, err=to_stderr)
     note(
-        "FOLDER holds its own NAME.key and coordinator.pub; the model has the same name as here; "
+        "FOLDER contains its NAME.key and coordinator.pub; the model has the same name as here; "
         "device, threads and memory that are not named are chosen there"
     )
     note(f"waiting for {name}; Ctrl-C stops waiting")
@@ -201,8 +199,8 @@ def _start_here(
     keys: str,
     place: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """Start the worker on this machine and put it in place. It ends with us unless it has
-    sessions, or may have. `place`: the flags that bind it; None: use the settings."""
+    """Start the worker on this machine and complete the replacement. It ends with us unless it has,
+    or may have, sessions. `place`: the flags that bind it; None: use the settings."""
     layout = layout_of(configuration.settings) if place is None else None
     flags = worker_arguments(configuration, role, address, layout)
     kept = [flag for flag in flags if not flag.startswith("--name=")]
@@ -270,7 +268,7 @@ def settings_before(
     state: Reported,
     addresses: Collection[str],
 ) -> tuple[WorkerNote | None, str]:
-    """Return the settings and fingerprint of the worker that leaves, of the one that the new worker
+    """Return the settings and fingerprint of the replaced worker, of the one that the new worker
     joins, or of the last one; `UserError` if they are unknown and no model is given."""
     model = old or serving(state.workers, role)
     before = before_of(model) if model is not None else last_before(addresses, role)
@@ -321,8 +319,8 @@ def as_before(
 def _command_for_another_machine(
     configuration: Configuration, role: Played, name: str, address: str
 ) -> str:
-    """Return the command line for the other machine; `UserError` for a coordinator that no other
-    machine reaches."""
+    """Return the command line for the other machine; `UserError` if no other machine can reach the
+    coordinator."""
     if not leaves_the_machine(address):
         raise UserError(
             f"no other machine reaches {address}: start the coordinator with --listen "

@@ -36,7 +36,7 @@ from dovetail.runtime.text.tokenizer import codec_of
 EVERY_S = 1.0
 MOST_WAIT_S = 15.0  # seconds between two attempts if there is no answer; at first it is EVERY_S
 SILENCE_S = 10.0
-MOST_LOOKS = 8  # messages read at a time; the rest follows in the next poll
+MOST_LOOKS = 8  # messages read at a time; the next poll reads the rest
 UP, DOWN, RIGHT, LEFT = (
     (b"\x1b[A", b"\x1bOA"),
     (b"\x1b[B", b"\x1bOB"),
@@ -49,19 +49,19 @@ Picture = dict[str, Any]
 
 @click.command(cls=HelpCommand)
 @connect_option(
-    "The coordinator to look at, or a server over HTTP.  [default: the only one of this user]",
+    "The coordinator to watch, or a server over HTTP.  [default: the only one of this user]",
     "ADDRESS|URL",
 )
-@click.option("--once", is_flag=True, help="Show what happens within a second, and end.")
+@click.option("--once", is_flag=True, help="Show one second of activity, and end.")
 @json_option("The same as one JSON object on stdout.")
 @settings_flags("coordinator.keys", "coordinator.answer_s", "http", shown=("coordinator.keys",))
 def command(configuration: Configuration, connect: str | None, once: bool, as_json: bool) -> None:
     """Show the activity of a coordinator, live.
 
-    Devices and how busy they are, tokens/s, tau and acceptance by position, where a round's time
-    goes, the current tree, sessions, workers, decisions. Keys: q quits, p pauses, left and right
-    change the page, up and down choose the session. Without a terminal it measures for one second,
-    prints that and ends.
+    Shows devices and how busy they are, tokens/s, tau and acceptance by position, the time of a
+    round, the current tree, sessions, workers and decisions. Keys: q quits, p pauses, left and
+    right change the page, up and down choose the session. Without a terminal it measures for one
+    second, prints the result and ends.
     """
     with ExitStack() as opened:
         eye: Any = (
@@ -99,7 +99,7 @@ class _WithOthers:
 
 
 class _LinkEye:
-    """Polls the coordinator itself, and looks for it again when it is lost."""
+    """Polls the coordinator, and reconnects when it is lost."""
 
     def __init__(self, configuration: Configuration, address: str | None) -> None:
         self._configuration, self._address = configuration, address
@@ -217,8 +217,8 @@ def _press(key: bytes, standing: Standing, picture: Picture | None) -> bool:
 
 
 def _next(sessions: list[int], chosen: int | None, step: int) -> int | None:
-    """The session after or before the chosen one; before the first and after the last comes "the
-    newest"."""
+    """The session after or before the chosen one; "the newest" is before the first and after the
+    last."""
     places: list[int | None] = [None, *sessions]
     return places[(places.index(chosen) + step) % len(places)] if chosen in places else None
 

@@ -1,6 +1,6 @@
 """`dovetail train`: draft heads (eagle, eagle3, dovetail, jakiro; a head's folder has a card and
-pictures), a small model on text, or a draft distilled from a target. The training is in
-`workers/training`, which is imported when it begins."""
+pictures), a small model on text, or a draft distilled from a target. `workers/training` does the
+training, and is imported late."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -35,8 +35,9 @@ HELP = """Train {what}.
 dovetail features --data FILE --out FEATURES
 dovetail train {kind} --features FEATURES --out HEAD
 
-Without --features the target computes its states whenever a row is drawn, which costs no disk and, on one core, more time than the training itself.
-The target itself is left as it is. A run that was interrupted is resumed by the same command. Where no value is shown, the preset has it."""  # noqa: E501
+Without --features the target computes its states when a row is used, which needs no disk but, on
+one core, takes longer than the training itself. The target is not changed. The same command resumes
+an interrupted run. Defaults that are not shown come from the preset."""
 
 
 COMMON: tuple[Callable[[Any], Any], ...] = (
@@ -44,23 +45,22 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         "--data",
         multiple=True,
         type=EXISTING_FILE,
-        help="Chats as JSON lines (ShareGPT, OpenAI), or a token file; may be given more than "
-        "once.",
+        help="Chats as JSON lines (ShareGPT, OpenAI), or a token file; can be repeated.",
     ),
     click.option(
         "--features",
         type=FOLDER,
-        help="The target's states as `dovetail features` has written them, instead of --data.",
+        help="The target's states, written by `dovetail features`, instead of --data.",
     ),
     click.option(
         "--target",
-        help="The model that the head is for: a folder or a hub id.  [default: that of the "
-        "features, or the embedded one]",
+        help="The head's target: a folder or a hub id.  [default: that of the features, or the "
+        "embedded one]",
     ),
     click.option(
         "--regenerate",
         is_flag=True,
-        help="Let the target write the answers to --data itself first; they are saved in "
+        help="First let the target write the answers to --data, which are saved in "
         "OUT.answers.jsonl.",
     ),
     click.option(
@@ -72,21 +72,23 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--minutes", type=Number(min=0, min_open=True), help="How long to train.  [default: 10]"
     ),
-    click.option("--steps", type=COUNT, help="How many steps to train instead."),
+    click.option("--steps", type=COUNT, help="Number of steps to train, instead of a time."),
     option("--seed", type=int, default=0, help="Seed of the weights and of the order of the data."),
     option(
         "--preset",
         type=click.Choice(["auto", "paper", "tiny"]),
         default="auto",
-        help="Losses, rate and batches as in the paper, or for minutes.",
+        help="Losses, rate and batches as in the paper, or for training of minutes.",
     ),
     rare("--rate", type=Number(min=0, min_open=True), help="The peak learning rate."),
     rare("--batch", type=COUNT, help="Rows a step."),
-    rare("--length", type=click.IntRange(min=8), help="Tokens a row; whole sequences share a row."),
+    rare(
+        "--length", type=click.IntRange(min=8), help="Tokens per row; whole sequences share a row."
+    ),
     rare(
         "--ttt-steps",
         type=click.IntRange(1, 16),
-        help="Steps of the training-time test: how often a row goes on from its own output.",
+        help="Steps of the training-time test: how often a row continues from its own output.",
     ),
     rare(
         "--ce-weight",
@@ -107,8 +109,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
     rare(
         "--number",
         type=click.Choice(["fp32", "bf16"]),
-        help="What matrix products are computed in.  [default: bf16 on a GPU, what is faster "
-        "on a CPU]",
+        help="Type of matrix products.  [default: bf16 on a GPU, the faster one on a CPU]",
     ),
     rare(
         "--intermediate",
@@ -120,7 +121,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         "--begin",
         type=click.Choice(["target", "random"]),
         default="target",
-        help="With the target's last layers where they fit, or random.",
+        help="Initial weights: the target's last layers if they fit, or random.",
     ),
     rare("--threads", type=COUNT, help="CPU threads.  [default: torch's]"),
 )
@@ -190,14 +191,13 @@ for head_command in head_commands():
     "texts",
     multiple=True,
     type=EXISTING_FILE,
-    help="Chats as JSON lines, or a token file, to learn from; may be given more than once.",
+    help="Chats as JSON lines, or a token file, to learn from; can be repeated.",
 )
 @click.option("--target", type=FOLDER, help="Distil a draft for this model.")
 @click.option(
     "--prompts",
     type=EXISTING_FILE,
-    help="Chats (JSON lines) that the target answers itself first; the draft learns from its "
-    "answers.",
+    help="Chats (JSON lines) that the target first answers; the draft learns from its answers.",
 )
 @click.option(
     "--init", type=FOLDER, help="Begin with the weights of this model instead of random ones."
@@ -218,7 +218,7 @@ for head_command in head_commands():
     "--compile/--no-compile",
     "compiled",
     default=False,
-    help="Compile the step: slower to begin, then faster. On a CPU it needs a C++ compiler.",
+    help="Compile the step: a slower start, then faster. On a CPU it needs a C++ compiler.",
     show_default=False,
 )
 @option(
@@ -280,7 +280,7 @@ def train_small(
     if out.resolve() in {
         folder.resolve() for folder in (target, init, tokenizer) if folder is not None
     }:
-        raise UserError(f"--out {out} is what the training begins with: give another folder")
+        raise UserError(f"--out {out} is an input of the training: give another folder")
     from dovetail.workers.training import small
     from dovetail.workers.training.data.corpus import open_reader
     from dovetail.workers.training.regenerate import Writing, regenerate_files

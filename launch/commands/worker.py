@@ -42,7 +42,7 @@ RECONNECT_S = 300.0
     "--role",
     type=click.Choice(["draft", "target", "unified"]),
     required=True,
-    help="What this worker does; unified: both.",
+    help="The worker's role; unified: both.",
 )
 @connect_option(
     "The coordinator: ipc://PATH or tcp://HOST:PORT; -: a "
@@ -67,13 +67,13 @@ RECONNECT_S = 300.0
     "--reconnect-s",
     type=Number(min=0.0),
     default=RECONNECT_S,
-    help="How long to look for a coordinator that was lost; the model stays loaded meanwhile.",
+    help="How long to try to reach a lost coordinator; the model stays loaded meanwhile.",
 )
 @click.option("--name", help="Name of this worker in `dovetail status`.  [default: its role]")
 @click.option(
     "--standby",
     is_flag=True,
-    help="Wait on standby, without sessions, until `dovetail swap` puts this worker in place.",
+    help="Wait on standby, without sessions, until `dovetail swap` promotes this worker.",
 )
 @click.option("--own-log", is_flag=True, hidden=True, help="stderr is a file; keep it short.")
 @parent_option
@@ -103,12 +103,10 @@ def command(
 
     Without --cores a target is bound to its memory nodes (target.numa) if there are several or one
     is named. Otherwise nothing is bound, and a target takes target.threads threads (auto: one fewer
-    than there are cores). A draft on the CPU takes one thread, or with several memory nodes as many
-    as one of them has cores.
-
-    A draft head takes its target's embedding from target.model on this machine, and a substitute
-    takes all of it. The draft of a unified worker is a substitute, which shares embedding, norms,
-    head, resident layers, keys and values with the target.
+    than there are cores). A draft on the CPU uses one thread, or, with several memory nodes, as
+    many as one node has cores. A draft head reads its target's embedding from target.model on this
+    machine, and a substitute reads all of it. The draft of a unified worker is a substitute, which
+    shares embedding, norms, head, resident layers, keys and values with the target.
     """
     handle_signals(parent)
     notifier = Notifier(parts_of(role))

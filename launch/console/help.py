@@ -74,7 +74,8 @@ class HelpCommand(click.Command):
             )
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what follows the options, such as the columns of a table, only in the full help."""
+        """Write the text after the options, such as the columns of a table, only in the full
+        help."""
         if HELP_ALL in ctx.meta:
             super().format_epilog(ctx, formatter)
         elif self.epilog:
@@ -90,8 +91,8 @@ def common(options: Sequence[click.Option]) -> list[click.Option]:
 
 @contextmanager
 def hinted(arguments: Sequence[str]) -> Iterator[None]:
-    """Reject an unknown option among `arguments`, with ours if it is one of another program; reject
-    a model given as an argument, with the option that names it."""
+    """Reject an unknown option among `arguments`, naming ours if it belongs to another program;
+    reject a model given as an argument, naming its option."""
     given = tuple(arguments)
     try:
         yield
@@ -120,7 +121,7 @@ def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
-FILE = click.Path(dir_okay=False, path_type=Path)  # a file, which need not exist
+FILE = click.Path(dir_okay=False, path_type=Path)  # a file, which may be missing
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
 SEED = click.IntRange(0, (1 << 63) - 1)
@@ -156,7 +157,7 @@ def connect_option(
 
 
 parent_option = click.option(
-    "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
+    "--parent", type=int, hidden=True, help="End when this process, the parent, ends."
 )
 
 
@@ -171,7 +172,7 @@ class Number(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return the number; `click.BadParameter` for text that is no number, or is out of
+        """Return the number; `click.BadParameter` for text that is not a number, or out of
         range."""
         number: float = super().convert(value, param, ctx)
         if math.isnan(number):

@@ -39,8 +39,7 @@ def log_to_stderr(level: int, form: str = "%(asctime)s %(levelname)s %(message)s
 
 
 def keep_stderr_short() -> None:
-    """Truncate the file that stderr is appended to whenever it has become long. No other process
-    may write to it."""
+    """Truncate the file of stderr whenever it has become long. No other process may write to it."""
 
     def look() -> None:
         while True:
@@ -51,7 +50,7 @@ def keep_stderr_short() -> None:
 
 
 def remove_stderr() -> None:
-    """Remove the file that stderr is appended to, after a normal end."""
+    """Remove the file of stderr after a normal end."""
     file = Path(f"/proc/self/fd/{STDERR}")
     with suppress(OSError):
         if file.is_file():

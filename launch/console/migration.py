@@ -12,7 +12,7 @@ import click
 
 @dataclass(frozen=True)
 class Foreign:
-    """Options of another program with the same meaning, and what to write here instead."""
+    """Options of another program with the same meaning, and the equivalent here."""
 
     written: str  # their names, separated by spaces
     whose: str
@@ -28,8 +28,8 @@ class Names:
     """The content of `foreign.toml`."""
 
     options: Sequence[Foreign]
-    commands: Mapping[str, str]  # commands of ollama and vLLM, and what to write here
-    removed: Mapping[str, str]  # options of earlier releases, and what replaces them
+    commands: Mapping[str, str]  # commands of ollama and vLLM, and the equivalent here
+    removed: Mapping[str, str]  # options of earlier releases, and their replacements
 
     def option(self, name: str) -> Foreign | None:
         """Return the entry of an option of another program."""
@@ -38,15 +38,15 @@ class Names:
 
 @cache
 def names() -> Names:
-    """Return the names of other programs, which are read where one is needed."""
+    """Return the names of other programs, which are read on demand."""
     table = tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
     options = [Foreign(*row) for row in table["options"]]
     return Names(options, table["commands"], table["removed"])
 
 
 def advice(arguments: Sequence[str], option: str) -> str | None:
-    """Return what to write instead of an unknown `option` of another program or an earlier release,
-    or None. The parser reports one letter of `-ngl`, so the option is looked up in `arguments`."""
+    """Return the equivalent of an unknown `option` of another program or an earlier release, or
+    None. The parser reports one letter of `-ngl`, so the option is looked up in `arguments`."""
     if option in names().removed:
         return f"{option} has been removed: {names().removed[option]}"
     for name in _candidates(arguments, option):
@@ -81,4 +81,4 @@ def extra_argument(message: str, context: click.Context | None) -> str | None:
     if not any("--target" in parameter.opts for parameter in context.command.params):
         path, given = context.command_path, message.partition("(")[2].rstrip(").")
         return f"`{path}` takes no argument {given!r}: `{path} --help` describes it"
-    return f"{message.rstrip('.')}: a model is named by --target MODEL"
+    return f"{message.rstrip('.')}: name a model with --target MODEL"

@@ -1,5 +1,5 @@
-"""The pages of `dovetail top` for 80 columns or more. What colour shows is also shown by marks or
-words; rich obeys NO_COLOR."""
+"""The pages of `dovetail top` for 80 columns or more. Everything shown by colour is also shown by
+marks or words; rich obeys NO_COLOR."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dovetail.launch.console.terminal import counted
 Picture = dict[str, Any]
 BLOCKS = " ▁▂▃▄▅▆▇█"
 BAR = 8
-TREND, WIDE_TREND = 14, 48  # characters of a curve; each is a sample, about a second
+TREND, WIDE_TREND = 14, 48  # characters of a curve; each is a sample of about a second
 
 
 def as_bar(share: float) -> str:
@@ -396,7 +396,7 @@ def tree_lines(tree: Picture | None) -> Iterator[RenderableType]:
 
 
 def _branches(tree: Picture) -> Iterator[Text]:
-    """A line for each node, below its parent; the bonus before its siblings."""
+    """A line for each node, below its parent; the bonus comes before its siblings."""
     bonus = len(tree["parents"])
     below: dict[int, list[int]] = {tree["bonus_parent"]: [bonus]}
     for node, parent in enumerate(tree["parents"]):

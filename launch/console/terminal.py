@@ -1,6 +1,6 @@
 """Spinners, progress bars and tables. Progress is shown only on a terminal, on stderr; tables are
-results. rich obeys NO_COLOR. Before a session begins over the network, a notice lists what will be
-sent: token ids, and for heads hidden states; never weights."""
+results. rich obeys NO_COLOR. Before a session begins over the network, a notice lists the data that
+will be sent: token ids and, for heads, hidden states; never weights."""
 
 import re
 import signal
@@ -26,7 +26,7 @@ BAR_CELLS = 24
 QUANTISED = "layers quantised"  # the end of a worker's line of progress
 WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL = 200, 50
 GAP, MOST_WORD = 2, 24
-"""Letters between two columns of a table, and the longest word that is not broken."""
+"""Spaces between two columns of a table, and the longest word that is not broken."""
 FIGURE = re.compile(r"[+-]?\d[\d.,]*( ?%|x| \([\d.-]+\))?")
 """Matches a cell with a number: 3, 1.70, 84%, 1.17x, 2.38 (1.87-2.65)."""
 
@@ -46,7 +46,7 @@ class Intervals:
         self._said_s: float | None = None
 
     def tell(self, loading: Sequence[LoadingState]) -> None:
-        """Print the progress of each of these, if it is time."""
+        """Print the progress of each of these, if it is due."""
         now_s = self._clock_s()
         if not loading or self._said_s is None:
             self._said_s = now_s if loading else None
@@ -113,7 +113,7 @@ def unwound_by_signals() -> Iterator[None]:
 
 @contextmanager
 def spinner() -> Iterator[Callable[[str], None]]:
-    """A spinner; call what it yields with the text to show."""
+    """A spinner; call the yielded function with the text to show."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -134,8 +134,8 @@ def spinner() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress_bar(total: int, unit: str) -> Iterator[Callable[[str], None]]:
-    """A bar over `total` steps; call what it yields after each step with the name of the next.
-    Without steps there is no bar."""
+    """A bar over `total` steps; after each step call the yielded function with the name of the
+    next. Without steps there is no bar."""
     if not total or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -157,8 +157,8 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def counting_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar; call what it yields with the steps done and their total. Without a terminal it prints
-    a line now and then."""
+    """A bar; call the yielded function with the steps done and their total. Without a terminal it
+    prints a line from time to time."""
     bars: list[Callable[[str], None]] = []
     drawn, said_s = 0, 0.0
 
@@ -180,13 +180,13 @@ def counting_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
 def print_table(
     headings: Sequence[str], rows: Sequence[Sequence[object]], *, keys: int = 1, whole: bool = False
 ) -> None:
-    """Print a table on stdout, numbers to the right. Columns that do not fit follow in a second
-    table with the first `keys` columns repeated. `whole`: no cell is wrapped."""
+    """Print a table on stdout, numbers right-aligned. Columns that do not fit follow in a second
+    table, which repeats the first `keys` columns. `whole`: no cell is wrapped."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    # with a height the width also holds for a "dumb" terminal, for which rich assumes 80 columns
+    # with a height, the width also applies to a "dumb" terminal, for which rich assumes 80 columns
     # else
     width, height = (
         (None, None) if sys.stdout.isatty() else (WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL)
@@ -284,7 +284,7 @@ def failure_told(failure: DraftFailure) -> str:
     when = f"in round {failure.round}, {failure.after_s:.2f} s after the request arrived"
     return (
         f"warning: the draft worker {printable(failure.draft)} failed {when}: "
-        f"{printable(failure.error)}; all tokens are still the target's"
+        f"{printable(failure.error)}; the tokens are unaffected"
     )
 
 
@@ -303,7 +303,7 @@ def leaves_the_machine(address: str) -> bool:
 
 
 def of_worker(hello: Hello, address: str) -> str:
-    """Describe what a worker with this Hello receives and sends."""
+    """Describe the data that a worker with this Hello receives and sends."""
     reads, tokenizer = hello.reads, hello.tokenizer
     gets, sends = ["token ids of prompts and replies", "the settings of requests"], ["token ids"]
     if "target" in hello.roles:
@@ -335,7 +335,7 @@ def of_request(address: str, state: Reported) -> str:
     ]
     return "; ".join(
         (
-            f"over {address}: the prompt as text goes there, text and token ids come back",
+            f"over {address}: the prompt is sent as text, text and token ids are returned",
             *hops,
             NEVER,
         )

@@ -1,6 +1,6 @@
 """Decoding for `dovetail generate`: one prompt, streamed to stdout as it is decoded by a
-coordinator or by a server over HTTP; or a file of prompts, several in flight at a time, with
-answers written as they come."""
+coordinator or by a server over HTTP; or a file of prompts, several at a time, with answers written
+as they arrive."""
 
 import json
 import sys
@@ -71,14 +71,14 @@ class RequestSettings:
         return self.configuration.settings.draft.kind != "none"
 
     def to(self, connection: Connection, configuration: Configuration) -> "RequestSettings":
-        """Return this wish with the settings that hold for a target, and its chat template."""
+        """Return this wish with the settings for a target, and its chat template."""
         if not self.raw and not connection.client.describe().vocabulary.template:
             note(PLAIN)
         template = templated(connection.client, self.values)
         return replace(self, configuration=configuration, template=template)
 
     def submit(self, connection: Connection, turns: tuple[str, ...]) -> int:
-        """Ask for the reply to these turns (user first, then alternating), or for the plain
+        """Request the reply to these turns (user first, then alternating), or the plain
         continuation of a text."""
         settings = self.configuration.settings
         asked: dict[str, Any] = {"text": turns[0]} if self.raw else {"turns": turns}
@@ -105,7 +105,7 @@ class RequestSettings:
 
 
 def tell_what_travels(connection: Connection) -> None:
-    """Report what will be sent to another machine before sending it."""
+    """Before sending data to another machine, report what will be sent."""
     address = connection.address or connection.state.address
     if leaves_the_machine(address):
         note(of_request(address, connection.state))
@@ -114,13 +114,13 @@ def tell_what_travels(connection: Connection) -> None:
 def check_stops(stops: Sequence[str]) -> None:
     """`UserError` for stop strings that no request may have."""
     if len(stops) > MAX_STOPS:
-        raise UserError(f"--stop is given {len(stops)} times: {MAX_STOPS} are possible")
+        raise UserError(f"--stop is given {len(stops)} times: at most {MAX_STOPS} are possible")
     for stop in stops:
         if not stop:
             raise UserError("--stop '' would end every reply at once: leave it out")
         if (length := len(stop)) > STOP_CHARACTERS:
             text = f"--stop {stop[:20]!r}... has {length} characters"
-            raise UserError(f"{text}: {STOP_CHARACTERS} are possible")
+            raise UserError(f"{text}: at most {STOP_CHARACTERS} are possible")
         if not is_unicode(stop):
             text = f"--stop {stop[:40]!r} is not valid UTF-8 text"
             raise UserError(f"{text}: set your terminal to UTF-8")
@@ -141,24 +141,24 @@ def read_prompt(prompt: str | None) -> str:
             "the prompt is not valid UTF-8 text: set your terminal to UTF-8, or use iconv"
         )
     if len(prompt) > MAX_TEXT:
-        raise UserError(f"the prompt has {len(prompt)} characters: {MAX_TEXT} are possible")
+        raise UserError(f"the prompt has {len(prompt)} characters: at most {MAX_TEXT} are possible")
     return prompt
 
 
 CANCEL_GRACE_S = 2.0
-QUIET_S = 1.0  # silence after which the coordinator is asked whether the reply waits for a target
+QUIET_S = 1.0  # silence after which to query whether the reply waits for a target
 
 
 def decode_one(
     wish: RequestSettings, connection: Connection, text: str, *, as_json: bool
 ) -> tuple[Finished, int]:
-    """Decode, streamed to stdout unless the whole result is requested; return the reply, and how
-    many tokens its last round had. Ctrl-C cancels the request, and prints the result so far."""
+    """Decode, streamed to stdout unless the whole result is requested; return the reply and the
+    number of tokens of its last round. Ctrl-C cancels the request, and prints the result so far."""
     request: int | None = None
     shown, last = "", 0
     asked = waiting = False
     try:
-        with uninterrupted():  # what has been sent is known, and can be cancelled
+        with uninterrupted():  # a sent request is known, and can be cancelled
             request = wish.submit(connection, (text,))
         while True:
             reply = connection.client.receive(QUIET_S)
@@ -191,7 +191,7 @@ def decode_one(
         if connection.stack is not None:
             raise
         raise LinkClosed(
-            f"{lost}, and the reply is not finished: start a coordinator (`dovetail serve`)"
+            f"{lost}, and the reply is incomplete: start a coordinator (`dovetail serve`)"
         ) from None
     except KeyboardInterrupt:
         cancelled = [] if request is None else cancel(connection, [request])
@@ -205,7 +205,7 @@ def decode_one(
 
 
 def break_off(shown: str, seed: int | None) -> None:
-    """End the line of an interrupted reply, and print the seed with which it can be repeated."""
+    """End the line of an interrupted reply, and print the seed for repeating it."""
     if shown and not shown.endswith("\n"):
         click.echo()
     if seed is not None:
@@ -213,7 +213,7 @@ def break_off(shown: str, seed: int | None) -> None:
 
 
 def decode_over_http(wish: RequestSettings, url: str, text: str, *, as_json: bool) -> None:
-    """Decode one prompt with a server, streamed to stdout unless the whole result is wanted."""
+    """Decode one prompt with a server, streamed to stdout unless the whole result is requested."""
     check_flags(wish.configuration)
     settings = wish.configuration.settings
     manner = Manner(
@@ -284,9 +284,9 @@ def cancel(connection: Connection, requests: list[int]) -> list[Finished]:
 
 TOLD_SHARE = 0.05
 """Above this share of the time, the summary includes prefill, and waiting for workers."""
-NOTHING_PAID = "no node was expected to pay, or the draft had not read the prompt yet"
+NOTHING_PAID = "no node was expected to pay off, or the draft had not read the prompt yet"
 NOTHING_OFFERED = "the draft offered nothing"
-"""Why a round has no tree though the policy always asks the draft."""
+"""Why a round has no tree though the policy always uses the draft."""
 
 
 def tell_full_context(result: Result, most: int) -> None:
@@ -335,7 +335,7 @@ def summary(result: Result, models: str) -> str:
 def other_targets(result: Result) -> str:
     """Return a note on a reply that moved to targets with other fingerprints."""
     return (
-        "this reply comes from targets that compute differently; none of them alone would give it: "
+        "this reply is from targets that compute differently; none of them alone would produce it: "
         f"{', then '.join(result.fingerprints)}"
     )
 
@@ -369,8 +369,8 @@ def without_speculation(
 
 @dataclass
 class _Dialogue:
-    """One prompt of a file on its way: the history so far, and the results of the turns that are
-    answered."""
+    """One prompt of a file in progress: the history so far, and the results of the answered
+    turns."""
 
     prompt: Prompt
     history: list[str] = field(default_factory=list)
@@ -381,7 +381,7 @@ class _Dialogue:
         return tuple(self.history)
 
     def answered(self, result: Result) -> bool:
-        """Take the answer to a turn; whether it was the last one."""
+        """Take the answer to a turn; return whether it was the last turn."""
         self.history.append(result.text)
         self.results.append(result)
         return len(self.results) == len(self.prompt.turns)
@@ -422,7 +422,7 @@ def decode_file(
 
 
 class _Batch:
-    """Several dialogues in flight over one client."""
+    """Several concurrent dialogues over one client."""
 
     def __init__(self, wish: RequestSettings, connection: Connection, answers: Answers) -> None:
         self._wish, self._connection, self._answers = wish, connection, answers

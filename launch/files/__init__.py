@@ -1,1 +1,1 @@
-"""The files that commands read and write, and the folders where this user's files are."""
+"""The files that commands read and write, and the folders of this user's files."""

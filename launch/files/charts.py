@@ -1,5 +1,5 @@
-"""Charts as SVG, drawn by matplotlib, an extra: `check_charts` requires it before long work begins.
-A viewer in dark mode gets other colours."""
+"""Charts as SVG, drawn by matplotlib, which is optional: `check_charts` checks for it before long
+work. Dark mode has other colours."""
 
 import importlib.util
 import io
@@ -35,13 +35,13 @@ AT_NIGHT = {
         )
     ),
 }
-"""Colour -> the one that takes its place on a dark page."""
+"""Colour -> its replacement on a dark page."""
 ACROSS = 2  # small charts in a line
 PANEL_WIDTH, PANEL_HEIGHT = 400, 270
 TITLE, SECOND = 15, 12
 """Sizes of a title; a letter is TITLE_LETTER, or SECOND_LETTER, of its size wide."""
 TITLE_LETTER, SECOND_LETTER = 0.62, 0.55
-LETTER = 6.9  # width of a letter of 12 units, about
+LETTER = 6.9  # approximate width of a letter of 12 units
 HEAD, MARGIN = 46, 14  # height of the title, and the space around it
 STYLE = {
     "axes.edgecolor": AXIS,
@@ -99,7 +99,7 @@ def check_charts(what: str) -> None:
 
 
 def check_chart(path: Path | None) -> None:
-    """Raise `UserError` for a file that would be no SVG, or where matplotlib is not installed."""
+    """Raise `UserError` for a file that is not an SVG, or if matplotlib is not installed."""
     if path is None:
         return
     if path.suffix.lower() != ".svg":
@@ -113,7 +113,7 @@ def draw(
     title: str, across: str, up: str, curves: Sequence[Curve], *, level: float | None = None
 ) -> str:
     """Return the SVG of curves over axes from 0; `across` and `up` name them with units, `level` is
-    a height to compare with. What follows a line break in the title is a smaller second line."""
+    a height to compare with. Text after a line break in the title becomes a smaller second line."""
     return draw_panels(title, [Panel("", across, up, curves, level)])
 
 
@@ -146,13 +146,13 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> str:
 def drawing(
     width: float, height: float, *, layout: Any = "constrained"
 ) -> "Iterator[tuple[Figure, io.StringIO]]":
-    """Give a figure of this size, and where its SVG is written when the block ends."""
+    """Yield a figure of this size, and the place for its SVG when the block ends."""
     import matplotlib
     from matplotlib.figure import Figure
 
     said = io.StringIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a letter that this font lacks: the viewer's has it
+        warnings.simplefilter("ignore")  # a letter missing in this font: the viewer's font has it
         size = (width / 72, height / 72)
         figure = Figure(figsize=size, facecolor=PAGE, layout=layout)
         yield figure, said
@@ -163,7 +163,7 @@ def drawing(
 
 def heading(figure: "Figure", title: str) -> None:
     """Write the title within the width of the page: in one line, or in two, the second as small as
-    it has to be. What is drawn by the figure's layout stays below it."""
+    necessary. The figure's layout stays below it."""
     width, height = figure.get_size_inches() * 72
     first, second, size = heading_lines(title, width - 2 * MARGIN)
     figure.text(MARGIN / width, 1 - 20 / height, plain(first), fontsize=TITLE, fontweight="bold")
@@ -175,7 +175,7 @@ def heading(figure: "Figure", title: str) -> None:
 
 
 def heading_lines(title: str, room: float) -> tuple[str, str, float]:
-    """Return the lines of a title in so much room, and the size of the second one."""
+    """Return the lines of a title for this width, and the size of the second one."""
     first, _, second = title.partition("\n")
     first, *more = textwrap.wrap(first, int(room / (TITLE * TITLE_LETTER))) or [""]
     second = " ".join((*more, second)).strip()
@@ -206,19 +206,19 @@ def with_night(svg: str, colours: Mapping[str, str]) -> str:
 
 
 def _finished(svg: str) -> str:
-    """Return matplotlib's SVG as it can stand in a page: without the head of a file, sizes in
-    units of the page, classes in place of ids, and with the colours of the night."""
+    """Return matplotlib's SVG for embedding in a page: without the head of a file, sizes in units
+    of the page, classes in place of ids, and with colours for dark mode."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', svg, count=2)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="(curve|band|bar|level)">', r'<g class="\1">', svg)
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # they repeat where a page has several
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # they would repeat in a page with several charts
     return with_night(svg, AT_NIGHT)
 
 
 def _panel(axes: "Axes", panel: Panel, names: Sequence[str]) -> list[Any]:
-    """Draw axes and curves; a name's place in `names` is its colour. Returns what a legend
-    shows."""
+    """Draw axes and curves; a name's index in `names` is its colour. Returns the entries of a
+    legend."""
     from matplotlib.ticker import MaxNLocator
 
     heights = [
@@ -274,7 +274,8 @@ if TYPE_CHECKING:
 BAR, GAP, GROUP = 15, 4, 16
 """Height of a bar, the distance to the next, and the additional space above a group."""
 LABEL, VALUE, FOOT = 230, 120, 44
-"""Most space for names left of bars, figures right of the longest, and the axis below."""
+"""The most space for names left of bars, for figures right of the longest, and for the axis
+below."""
 
 
 @dataclass(frozen=True)
@@ -331,8 +332,8 @@ def draw_bars(
 
 
 def shortened(name: str, width: float) -> str:
-    """Return the name, or as much of its beginning and end as fits into this many units of the
-    page: names of methods differ at both ends."""
+    """Return the name, or as much of its beginning and end as fits into this width: names of
+    methods differ at both ends."""
     most = int(width / LETTER)
     if len(name) <= most:
         return name

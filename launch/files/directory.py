@@ -1,5 +1,5 @@
 """This user's files: profile, history, and the runtime directory with announcements of coordinators
-(removed with their process) and notes of workers (kept until their coordinator ends)."""
+(removed when their process ends) and notes of workers (kept until their coordinator ends)."""
 
 import fcntl
 import hashlib
@@ -36,7 +36,7 @@ class Announcement:
 
     @property
     def process(self) -> str:
-        """Which process `pid` is: `serve`, which has a coordinator for a child, or a coordinator
+        """The process of `pid`: `serve`, whose child is the coordinator, or the coordinator
         itself."""
         return f"{'`dovetail serve`, ' if self.url else ''}pid {self.pid}"
 
@@ -83,8 +83,8 @@ def runtime_directory() -> Path:
 
 @contextmanager
 def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
-    """This process is, or looks after, a coordinator at that address, for as long as the block
-    runs."""
+    """Within the block, announce that this process is or supervises a coordinator at that
+    address."""
     folder = runtime_directory()
     remove_unused_logs(folder)
     path = folder / f"coordinator-{os.getpid()}-{crc32(address.encode()):08x}.json"
@@ -100,8 +100,7 @@ def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
 
 
 def note_worker(address: str, roles: Sequence[str], flags: Sequence[str], fingerprint: str) -> None:
-    """Note how this worker was started; removes the notes of workers of its roles that have
-    ended."""
+    """Save how this worker was started; remove the notes of ended workers of its roles."""
     note = WorkerNote(address, os.getpid(), roles, flags, fingerprint, time.time())
     _write(_note_path(address), note)
     for path, other in _worker_notes():
@@ -177,24 +176,23 @@ def history_path() -> Path | None:
 
 
 def _state_folder() -> Path | None:
-    """Return dovetail in $XDG_STATE_HOME, else in ~/.local/state; it need not be there. None for a
+    """Return dovetail in $XDG_STATE_HOME, else in ~/.local/state; it may be missing. None for a
     user without a home."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():
-        base = Path(os.path.expanduser("~/.local/state"))  # noqa: PTH111 - which leaves the ~ where there is no home, and raises nothing
+        base = Path(os.path.expanduser("~/.local/state"))  # noqa: PTH111 - leaves the ~ if there is no home, and raises nothing
     return base / "dovetail" if base.is_absolute() else None
 
 
 def journal_path(address: str) -> Path | None:
-    """Return the folder of the journal of a coordinator at this address, which the next one there
-    finds; it need not be there. None for a user without a home."""
+    """Return the folder of the journal for coordinators at this address; it may be missing. None
+    for a user without a home."""
     name = hashlib.sha256(f"{socket.gethostname()} {address}".encode()).hexdigest()[:16]
     return None if (folder := _state_folder()) is None else folder / "journals" / name
 
 
 def remove_old_journals(folder: Path, keep_s: float) -> None:
-    """Remove the journals in a folder that no coordinator uses, and that are too old to be
-    claimed."""
+    """Remove unused journals in a folder that are too old to be claimed."""
     for journal in folder.glob("*/"):
         with suppress(OSError):
             newest_s = max((path.stat().st_mtime for path in journal.iterdir()), default=0.0)
@@ -240,7 +238,7 @@ def announcements() -> list[Announcement]:
 
 
 def only_announcement() -> Announcement | None:
-    """The one coordinator of this user, or none; `UserError` names the choices if there are
+    """The only coordinator of this user, or None; `UserError` lists the choices if there are
     several."""
     found = announcements()
     if len(found) > 1:
@@ -252,8 +250,8 @@ def only_announcement() -> Announcement | None:
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    """A process's state, and when it started, in ticks since the machine did (proc(5), fields 3 and
-    22 of stat): unlike a time of day, that never changes."""
+    """A process's state, and its start in ticks since the machine's (proc(5), fields 3 and 22 of
+    stat), which, unlike a time of day, never changes."""
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])

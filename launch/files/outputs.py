@@ -1,7 +1,7 @@
-"""Files and folders that a long run writes: its beginning finds out whether they can be written.
+"""Files and folders that a long run writes; whether they are writable is checked at its start.
 `generate` continues both of its files after an interruption: `--record` writes a line a round,
 `{"id", "turn", "record"}`, where `record` is a `messages.RoundRecord`; `--out` a line a prompt. A
-round that is not later than the one before starts its reply again."""
+round number that does not increase starts its reply again."""
 
 import fcntl
 import json
@@ -20,7 +20,7 @@ from dovetail.protocol.messages import Result, RoundRecord
 
 
 class _Folder(click.Path):
-    """A folder, which need not be there."""
+    """A folder, which may be missing."""
 
     def convert(
         self,
@@ -34,13 +34,13 @@ class _Folder(click.Path):
 
 
 FOREIGN = (*(ValueError, KeyError, TypeError, AttributeError), *(OverflowError, RecursionError))
-"""What reading a line raises that is not one of ours."""
+"""The exceptions of reading a foreign line."""
 
 OUT_FOLDER = _Folder(file_okay=False, path_type=Path)
 
 
 def check_output(path: Path | None, what: str) -> None:
-    """Raise `UserError` if `path` cannot be written; None is fine. An existing file keeps its
+    """Raise `UserError` if `path` cannot be written; None is allowed. An existing file keeps its
     content, and no new one is left."""
     try:
         if path is not None:
@@ -60,9 +60,10 @@ def continued(
     torn: Callable[[bytes], bool],
     option: str = "--out",
 ) -> Iterator[IO[bytes]]:
-    """Open a file of lines for appending, locked; `what` names its content. `take` gets each whole
-    line, and raises ValueError, KeyError or TypeError for a foreign one; `torn` returns whether an
-    incomplete last line is ours, and is cut off. `UserError` for any other file."""
+    """Open a file of lines for appending, locked; `what` names its content. `take` gets each
+    complete line, and raises ValueError, KeyError or TypeError for a foreign one; `torn` returns
+    whether an incomplete last line is ours, which is then cut off. `UserError` for any other
+    file."""
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file, which {option} needs to continue a run")
     try:
@@ -87,7 +88,7 @@ def continued(
                     raise ValueError
             except FOREIGN:
                 raise UserError(
-                    f"{path} line {number} is not of an earlier run: choose another {option}"
+                    f"{path} line {number} is not from an earlier run: choose another {option}"
                 ) from None
         file.truncate(whole)
         yield file
@@ -127,12 +128,12 @@ def read_round(line: bytes) -> tuple[str, int, RoundRecord]:
 
 
 BEGIN, MIDDLE = b'{"id": "', b'", "results": ['
-"""The text that `Answers.write` puts before and behind the id."""
+"""The text that `Answers.write` puts before and after the id."""
 ID = re.compile(rb'(?:[^"\\]|\\.)*')
 
 
 class Answers:
-    """The open file and the ids that are done."""
+    """The open file and the ids of finished prompts."""
 
     def __init__(self, file: IO[bytes], path: Path, done: set[str]) -> None:
         self._file, self._path, self.done = file, path, done

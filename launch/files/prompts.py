@@ -1,4 +1,4 @@
-"""Files of prompts: one JSON object a line, `{"id", "turns"}`; other keys are ignored. A bad line
+"""Files of prompts: one JSON object `{"id", "turns"}` per line; other keys are ignored. A bad line
 is reported by its number."""
 
 import json
@@ -27,11 +27,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     except OSError as error:
         raise UserError(
             f"the prompts in {path} cannot be read: "
-            + unread(error, "name a file of prompts, one JSON object a line")
+            + unread(error, "name a file of prompts, one JSON object per line")
         ) from None
     lines = decode(content, str(path)).split(
         "\n"
-    )  # not splitlines: U+2028 and its like may stand in a JSON text
+    )  # not splitlines: U+2028 and similar may occur in JSON
     prompts = [
         _prompt(f"{path} line {number}", line)
         for number, line in enumerate(lines, start=1)
@@ -59,7 +59,7 @@ def _prompt(where: str, line: str) -> Prompt:
     except json.JSONDecodeError as error:
         what = f"is not JSON ({error.msg}, column {error.colno})"
         raise UserError(f"{where} {what}: {REMEDY}") from None
-    except ValueError as error:  # a number of more digits than Python reads
+    except ValueError as error:  # a number with more digits than Python reads
         raise UserError(f"{where} has a number that is too long: {REMEDY}") from error
     except RecursionError:
         raise UserError(f"{where} is nested too deeply to be a prompt: {REMEDY}") from None

@@ -1,1 +1,2 @@
-"""This machine: its cores, memory and GPUs, what fits into them, and who gets which."""
+"""This machine: its cores, memory and GPUs, what fits into them, and their assignment to
+processes."""

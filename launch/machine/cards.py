@@ -10,11 +10,11 @@ ROOT = Path("/")
 DRM, PCI = "sys/class/drm", "sys/bus/pci/devices"
 KFD = "sys/class/kfd/kfd/topology/nodes"
 NAMES = ("usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids")
-"""The PCI ID list, in the places where distributions have it."""
+"""The PCI ID list, in the places of several distributions."""
 CARD_CLASSES = ("0x03", "0x12")  # display controllers and processing accelerators
 MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}  # numbers of the PCI SIG
 CARVED = 3 << 30
-"""Bytes: graphics in an AMD processor have less of the machine's memory, by default."""
+"""Bytes: by default, graphics in an AMD processor use less of the machine's memory."""
 LANE_GB_S = {2.5: 0.25, 5.0: 0.5, 8.0: 0.985, 16.0: 1.969, 32.0: 3.938, 64.0: 7.563}
 """GT/s -> 10^9 bytes/s of a lane of PCIe one way: 8/10 to 5, 128/130 to 32, 242/256 of 64."""
 
@@ -26,10 +26,10 @@ class Card:
     maker: str
     name: str
     driver: str  # the kernel's driver, such as amdgpu, i915 or xe; empty: none is bound to it
-    integrated: bool  # true if it is a part of the processor and has the machine's memory
+    integrated: bool  # true if it is part of the processor and uses the machine's memory
     memory_bytes: int | None  # none if its driver does not report it
-    target: str  # AMD's name of its instruction set, such as gfx1031; empty: not known
-    link_gb_s: float | None  # the rate that its slot carries one way at best, 10^9 bytes a second
+    target: str  # AMD's name of its instruction set, such as gfx1031; empty: unknown
+    link_gb_s: float | None  # the peak rate of its slot in one direction, 10^9 bytes a second
     folder: Path  # the folder of the card's device below /sys
 
     def used_bytes(self) -> int | None:
@@ -42,8 +42,8 @@ class Card:
         return None if percent is None else percent / 100
 
     def idle_s(self) -> float | None:
-        """Return how many seconds it has been powered down since it was started: the minimum over
-        its parts, since it is busy if one of them is."""
+        """Return how many seconds it has been powered down since its start: the minimum over its
+        parts, since it is busy if any part is."""
         patterns = ("tile*/gt*/gtidle/idle_residency_ms", "drm/card*/gt/gt*/rc6_residency_ms")
         found = [_number(path) for pattern in patterns for path in self.folder.glob(pattern)]
         counted = [number for number in found if number is not None]
@@ -51,7 +51,7 @@ class Card:
 
 
 def read_cards(root: Path = ROOT) -> Sequence[Card]:
-    """Return the cards of AMD and Intel, in the order of their places on the bus."""
+    """Return the cards of AMD and Intel, in bus order."""
     folders = [*(root / DRM).glob("card*/device"), *(root / PCI).glob("*")]
     places = sorted({folder.resolve() for folder in folders})
     return [card for place in places if (card := _read(place, root)) is not None]
@@ -64,7 +64,7 @@ def _read(folder: Path, root: Path) -> Card | None:
         return None
     memory, device = _memory(folder), _word(folder / "device").removeprefix("0x")
     if maker == "Intel":
-        integrated = folder.name.endswith(":00:02.0")  # where all of Intel's are
+        integrated = folder.name.endswith(":00:02.0")  # the values of Intel's cards
     else:
         integrated = memory is not None and memory < CARVED
     return Card(
@@ -88,8 +88,7 @@ def _memory(folder: Path) -> int | None:
 
 
 def _name(folder: Path, root: Path, maker: str, device: str) -> str:
-    """Return the name that the card has for itself, or that of its number in the list, or the
-    number."""
+    """Return the card's own name, or that of its number in the list, or the number."""
     if told := _word(folder / "product_name"):
         return told if told.startswith(maker) else f"{maker} {told}"
     vendor = _word(folder / "vendor").removeprefix("0x")
@@ -102,8 +101,8 @@ def _name(folder: Path, root: Path, maker: str, device: str) -> str:
 
 
 def _listed(lines: Iterable[str], vendor: str, device: str) -> Iterator[str]:
-    """Yield the name of a device in a list whose lines are `vendor  Name`, and below it, behind a
-    tab, `device  Name`."""
+    """Yield the name of a device in a list with lines `vendor Name`, followed by tab-indented lines
+    `device Name`."""
     within = False
     for line in lines:
         if line[:1] not in ("\t", "#", ""):
@@ -119,8 +118,8 @@ def _short(listed: str) -> str:
 
 
 def _target(folder: Path, root: Path) -> str:
-    """Return the name of an AMD card's instruction set. The kernel's compute driver has it as a
-    number (100301 is gfx1031) with the card's place on the bus."""
+    """Return the name of an AMD card's instruction set. The kernel's compute driver lists it as a
+    number (100301 is gfx1031) with the card's bus address."""
     place = re.fullmatch(r"([0-9a-f]{4}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])", folder.name)
     if place is None:
         return ""

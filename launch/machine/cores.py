@@ -1,12 +1,12 @@
 """Assigns cores and memory nodes to the processes of a `Topology`. Standard library only.
 
 On one memory node the target gets all physical cores but the last, which is for a draft on the CPU
-or the host side of one on a GPU. Of one or two cores it gets all, unless it is small: the draft
-then shares the last core in turns, and does not draft ahead (`dovetail.runtime.control.pairs`),
-since the target's threads would wait for each other at every layer. On several nodes the target
-gets the best one, or as many as its weights need, and the others another; with `shard` it is spread
-over all. A physical core runs one thread. The target's cores do not depend on the draft, so that
-its output is the same without one."""
+or the host side of one on a GPU. If there are only one or two cores, it gets all, unless it is
+small; the draft then shares the last core in turns, and does not draft ahead
+(`dovetail.runtime.control.pairs`), since the target's threads would wait for each other at every
+layer. On several nodes the target gets the best one, or as many as its weights need, and the other
+processes another; with `shard` it is spread over all. A physical core runs one thread. The target's
+cores do not depend on the draft, so that its output is the same without one."""
 
 import os
 import re
@@ -28,10 +28,10 @@ from dovetail.protocol.errors import UserError
 Threads = int | Literal["auto"]
 ItemT = TypeVar("ItemT")
 
-MOST_SHARED = 2  # cores of which the target leaves none to its draft
+MOST_SHARED = 2  # with this many cores, the target leaves none to its draft
 SMALL_BYTES = 50e6
-"""Bytes of weights below which a target's pass is as short as drafting is, so that of two cores
-each gets one."""
+"""Bytes of weights below which a target pass is as short as drafting, so that each gets one of two
+cores."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CoreLayout:
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """Return the cores that the draft has in turns with the target."""
+        """Return the cores that the draft shares with the target in turns."""
         return tuple(sorted({*self.target.cores} & {*self.draft.cores}))
 
 
@@ -53,7 +53,7 @@ def lay_out(
 ) -> CoreLayout:
     """Assign cores and memory nodes. `numa`: auto, off, shard, or the target's nodes as "0" or
     "0,2-3"; `threads`: of the target, second hardware threads last; `target_bytes`: of its weights,
-    0 if unknown. `UserError` for nodes or threads that are not there."""
+    0 if unknown. `UserError` for missing nodes or threads."""
     if numa == "shard":
         return lay_out_shards(topology, threads)
     own = target_nodes(topology, numa, target_bytes)
@@ -84,7 +84,7 @@ def lay_out(
 
 def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
     """Spread the target over all nodes with cores and memory, in proportion to their cores; the
-    draft gets the last core. `UserError` without two such nodes, or a thread for each."""
+    draft gets the last core. `UserError` without two such nodes, or without a thread for each."""
     nodes = [node for node in topology.computing if node.memory_bytes]
     if len(nodes) < 2:
         known = _nodes(node.number for node in nodes)
@@ -141,8 +141,8 @@ def lay_out_here(
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """The numbers in "0,2-3"; `UserError` if it is no such list or names a core that this process
-    may not use."""
+    """The numbers in "0,2-3"; `UserError` if it is not such a list or names a core that this
+    process may not use."""
     cores = _parse_list(text)
     if cores is None:
         raise UserError(f"--cores {text!r} is not a list of cores, such as 0,2-3")
@@ -155,7 +155,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 def parse_place(cores: str, nodes: str) -> Place:
     """Return the place of --cores "0,2-3" and --memory-nodes "0", or of shards, "0-3/4-7" and
-    "0,1"; `UserError` for malformed lists, missing or shared cores, other numbers of nodes."""
+    "0,1"; `UserError` for malformed lists, missing or shared cores, or a wrong number of nodes."""
     if "/" in cores and not all(cores.split("/")):
         raise UserError(f"--cores {cores!r} is not a list of cores for each shard, such as 0-3/4-7")
     shards = tuple(map(parse_cores, cores.split("/")))

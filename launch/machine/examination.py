@@ -1,8 +1,7 @@
-"""What `dovetail doctor` looks at: facts of this machine, and checks of them, each with a finding
-and, if needed, a remedy. Which build of PyTorch has code for which GPU, and the driver that
-it needs: from RELEASE.md of pytorch/pytorch (releases 2.8 to 2.13, x86-64) and its lists of ROCm
-and XPU wheels. Only builds for CUDA 12.6 have code for Maxwell and Pascal, and from 2.11 for
-Volta."""
+"""The facts and checks of `dovetail doctor`, each with a finding and, if needed, a remedy. Which
+build of PyTorch has code for which GPU, and the driver that it needs: from RELEASE.md of
+pytorch/pytorch (releases 2.8 to 2.13, x86-64) and its lists of ROCm and XPU wheels. Only builds for
+CUDA 12.6 have code for Maxwell and Pascal, and from 2.11 for Volta."""
 
 import json
 import os
@@ -43,7 +42,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked; `advice` is what to do if it is not `ok`."""
+    """One check; `advice` is the remedy if it is not `ok`."""
 
     name: str
     ok: bool
@@ -57,7 +56,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CPUINFO = Path("/proc/cpuinfo")
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_FILES = 1024
-"""A coordinator takes a file for every client and worker, and may have as many as 1024."""
+"""A coordinator needs an open file for every client and worker, up to 1024."""
 LEAST_SHARED = 64 << 20
 
 
@@ -81,7 +80,7 @@ class Facts:
     online_cores: int
     memory_refusal: str  # why memory cannot be bound to a node; empty if it can
     inventory: Mapping[str, Any]
-    """What `calibration/inventory.py` found in workers; `broken` alone if it could not run."""
+    """The result of `calibration/inventory.py` in workers; only `broken` if it could not run."""
     gpus: Sequence[Gpu] = ()
     cards: Sequence[Card] = ()  # the graphics cards of AMD and Intel
     driver_problem: str = ""
@@ -155,8 +154,8 @@ def _size(place: Path) -> int:
 
 
 def read_gpus(command: str = "nvidia-smi") -> tuple[list[Gpu], str]:
-    """The NVIDIA GPUs, as the driver's own tool describes them, and what is wrong with the driver;
-    both empty without that tool."""
+    """The NVIDIA GPUs reported by the driver's tool, and any problem of the driver; both empty
+    without that tool."""
     query = [
         command,
         "--query-gpu=name,compute_cap,driver_version,memory.total",
@@ -209,7 +208,7 @@ def _inventory() -> dict[str, Any]:
 
 
 def _chosen(path: Path) -> str:
-    """The word in brackets of a file such as "always [madvise] never"; empty if there is none."""
+    """The word in brackets in a file such as "always [madvise] never"; empty if there is none."""
     try:
         return path.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
     except OSError:
@@ -225,7 +224,8 @@ def _profile_state() -> tuple[str, str]:
     except ProfileError as error:
         return "", str(error)
     return (
-        f"{path}: {counted(entries, 'measured combination') if entries else 'nothing measured yet'}",  # noqa: E501
+        f"{path}: "
+        f"{counted(entries, 'measured combination') if entries else 'nothing measured yet'}",
         "",
     )
 
@@ -260,7 +260,7 @@ def _fits(architecture: str, capability: Capability) -> bool:
     if found is None:
         return False
     code = (int(found[2]), int(found[3]))
-    if found[4]:  # for one architecture alone, such as sm_90a
+    if found[4]:  # for one architecture only, such as sm_90a
         return code == capability
     return code <= capability and (found[1] == "compute" or code[0] == capability[0])
 
@@ -324,7 +324,7 @@ ACCESS = {
 
 
 def build_of(inventory: Mapping[str, Any]) -> str:
-    """Return what a build of torch is for, in words."""
+    """Return the purpose of a build of torch, in words."""
     named = {"cuda": "CUDA", "hip": "ROCm", "xpu": "Intel's XPU"}
     return next(
         (f"for {name} {inventory[key]}" for key, name in named.items() if inventory[key]),
@@ -395,7 +395,9 @@ def _products(index: int, products: Mapping[str, Any]) -> Check:
     name = f"GPU {index}'s products"
     if missing := products["missing"]:
         lost = "torch's products alone are used, which widen 16-bit weights in memory"
-        return Check(name, False, f"{missing}; {lost}", "mend it for speed; all works without")
+        return Check(
+            name, False, f"{missing}; {lost}", "fix it for speed; everything works without it"
+        )
     return Check(name, True, "; ".join(products["said"]))
 
 
@@ -418,7 +420,7 @@ def _gpu(facts: Facts, index: int, gpu: Gpu) -> Check:
         wrong = f"torch {release} has no code for it, only for {have}"
     elif least is not None and gpu.driver is not None and gpu.driver < least:
         wrong = f"torch {release} needs driver {least} or newer"
-        other = f", or take another build: {remedy}" if build else ""
+        other = f", or use another build: {remedy}" if build else ""
         remedy = f"update the driver to {least} or newer{other}"
     return Check(f"GPU {index}", not wrong, f"{found}; {wrong or 'torch has code for it'}", remedy)
 
@@ -427,9 +429,9 @@ INSTRUCTIONS = (
     *("sse4_1", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni"),
     *("avx512_bf16", "amx_tile", "asimd", "asimddp", "i8mm", "bf16"),
 )
-"""Flags of /proc/cpuinfo that matter here, on x86-64 and aarch64."""
+"""Relevant flags of /proc/cpuinfo, on x86-64 and aarch64."""
 PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""They bind the main thread to a core when torch is imported; later threads inherit that."""
+"""They bind the main thread to a core when torch is imported, which later threads inherit."""
 CAPS = (
     "ONEDNN_MAX_CPU_ISA",
     "ATEN_CPU_CAPABILITY",
@@ -611,7 +613,7 @@ def _profile(facts: Facts) -> Iterator[Check]:
 def _caches(facts: Facts) -> Iterator[Check]:
     sizes = sorted(facts.caches.items(), key=lambda one: (-one[1], one[0]))
     parts = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes)
-    kept = f"{facts.cache}: {parts}; any of it may be removed and is rebuilt when needed"
+    kept = f"{facts.cache}: {parts}; any of these may be removed and will be rebuilt when needed"
     yield Check("caches", True, kept if sizes else f"{facts.cache}: empty")
 
 

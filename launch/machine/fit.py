@@ -1,6 +1,6 @@
-"""Checks, before anything is loaded, that models started together fit into memory: footprints from
-the headers of weight files against what the machine, its control groups, a memory node and each
-process may still take. Errors name settings that would fit."""
+"""Checks, before anything is loaded, that models started together fit into memory: footprints, from
+the headers of weight files, against the memory left on the machine, in its control groups, on a
+memory node and for each process. Errors name settings that would fit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,11 +35,12 @@ HUBS = {
     "coordinator": ("coordinator", 45_000_000, 5.0),
     "http": ("HTTP server", 60_000_000, 9.0),
 }
-"""Process without a model -> name, bytes, and bytes for each of the target's tokenizer.json."""
-LOOKUP_BYTES = 30_000_000  # the size of a draft that looks up
+"""Process without a model -> name, bytes, and bytes for each byte of the target's
+tokenizer.json."""
+LOOKUP_BYTES = 30_000_000  # the size of a look-up draft
 BITS = {"auto": 4, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 DRAFT_TYPES = {"fp16": "half", "bf16": "half", "int4": "int8"}
-"""Types of a draft's weights in the words of a target's, by their sizes."""
+"""Types of a draft's weights -> the target's types of the same size."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Need:
     what: str
     footprint: Footprint
     nodes: tuple[int, ...] = ()
-    """The memory nodes that it is bound to, each of which holds an equal share; empty: any."""
+    """The memory nodes to which it is bound, each with an equal share; empty: any."""
 
     @property
     def size(self) -> int:
@@ -70,7 +71,7 @@ def check_memory(
     """`SettingsError` unless processes of these roles (target, draft, unified, coordinator, http)
     fit together. `nodes`: the target's memory nodes; `room`: instead of what is found. memory.ram
     takes precedence; models not downloaded yet, and GPUs, are not counted."""
-    room, remedy = room or _room(), "set memory.ram if you know better"
+    room, remedy = room or _room(), "set memory.ram if that is wrong"
     limit = settings.memory.ram_bytes
     if limit is not None:
         roles = [role for role in roles if role in ("target", "unified")]
@@ -89,8 +90,8 @@ def check_memory(
             they = they if len(needs) == 1 else "they need"
             text = f"{they} {_gb(size)}, which fits"
             raise SettingsError(f"{why}: with --{name} {value} {text}")
-    gpu = "give a GPU a part of the target (target.split.device)"
-    raise SettingsError(f"{why}: take a smaller model, {gpu}, or {remedy}")
+    gpu = "put a part of the target on a GPU (target.split.device)"
+    raise SettingsError(f"{why}: use a smaller model, {gpu}, or {remedy}")
 
 
 def needed_bytes(settings: Settings, role: str) -> int:
@@ -100,8 +101,8 @@ def needed_bytes(settings: Settings, role: str) -> int:
 
 
 def _room() -> Room | None:
-    """Return the room for processes that are not there yet, with what the one that they are forked
-    from has taken already."""
+    """Return the room for processes that are not started yet, including the memory of the process
+    from which they are forked."""
     room = read_room()
     return None if room is None else replace(room, size=room.size + forked.taken_bytes())
 
@@ -143,7 +144,7 @@ def _refusal_of_nodes(need: Need) -> str:
 def needs_of(
     settings: Settings, roles: Sequence[str], nodes: tuple[int, ...] = ()
 ) -> Iterator[Need]:
-    """Yield the memory of each role, as far as the files are known."""
+    """Yield the memory of each role whose files are known."""
     target = with_target(settings.target)
     folder = _folder(target.model)
     tensors = [] if folder is None else read_tensors(folder)
@@ -263,9 +264,10 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-CONVERSATIONS = 8  # long conversations for whose keys and values there is to be room
+CONVERSATIONS = 8  # number of long conversations whose keys and values must fit
 SESSIONS_SHARE = 4 / 3
-"""A target offers three quarters of what is free to sessions (`ROOM_SHARE` of its prefix cache)."""
+"""A target offers three quarters of the free memory to sessions (`ROOM_SHARE` of its prefix
+cache)."""
 MARGIN = 1.1
 LEAST_BYTES = {"coordinator": 500_000_000, "http": 1_000_000_000, "draft": 500_000_000}
 """Least limits of processes that grow with users: with 100, those of a small pair took 1.0 GB."""

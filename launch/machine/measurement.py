@@ -85,7 +85,7 @@ def measure(
     except Exception as error:
         if is_out_of_memory(error):
             raise DovetailError(
-                "memory ended while the model was measured: name a smaller model or other weights"
+                "memory ran out while the model was measured: name a smaller model or other weights"
             ) from None
         raise
     load = others.load(lambda pid, _: pid == parent)
@@ -111,7 +111,7 @@ def _measured_draft(
 def _measured_target(
     target: TargetSettings, device: str, *, threads: int, seconds: float, **options: Any
 ) -> dict[str, Any]:
-    """Return the costs of a target's passes, and of its layers on the `device`, if one is named;
+    """Return the costs of a target's passes and, if `device` is given, of its layers there;
     `options` are those of `calibrate`."""
     from dovetail.workers.calibration.devices import measure_device
     from dovetail.workers.calibration.target import calibrate

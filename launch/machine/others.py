@@ -20,13 +20,13 @@ class Load:
 
     cores: str
     share: float
-    """Share of these cores' time, including what a virtual machine's host took (`stolen`)."""
+    """Share of these cores' time, including that taken by a virtual machine's host (`stolen`)."""
     stolen: float
     programs: list[tuple[str, int, float]]  # name, pid and load in cores of the busiest
 
     @property
     def words(self) -> str:
-        """Return who uses how much, to follow "other programs"."""
+        """Return the words after "other programs": which use how much."""
         named = [f"{name} (pid {pid}) {cores:.1f} cores" for name, pid, cores in self.programs]
         named += [f"the host {self.stolen:.0%}"] if self.stolen >= 0.01 else []
         who = f": {', '.join(named)}" if named else ""
@@ -57,7 +57,7 @@ Ours = Callable[[int, str], bool]
 
 
 def between(before: Look, now: Look, cores: Collection[int], ours: Ours) -> Load | None:
-    """Return the load of others between two looks; None if no time has passed."""
+    """Return the load of others between two readings; None if no time has passed."""
     if (every := now.every - before.every) <= 0.0:
         return None
     none = ("", 0, 0.0)

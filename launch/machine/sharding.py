@@ -12,7 +12,7 @@ from dovetail.protocol.profile import NodeTimes, Profile, load_profile, machine_
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.costs.rounds import Nodes, measured_meeting_s
 
-ROWS = 16  # rows of the pass by which it is decided, about those of a usual tree
+ROWS = 16  # rows of the pass that decides, about those of a usual tree
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class NodeChoice:
 
 
 def may_be_sharded(target: TargetSettings, topology: Topology) -> bool:
-    """Return whether the target can be spread, and the settings leave that open."""
+    """Return whether the target can be spread and the settings leave that open."""
     nodes = sum(bool(node.memory_bytes) for node in topology.computing)
     threads = nodes if target.threads == "auto" else target.threads
     return 1 < nodes <= threads and target.numa == "auto" and not why_not_sharded(target)
 
 
 def known_times(target: TargetSettings, topology: Topology, profile: Profile) -> NodeTimes | None:
-    """Return the times that were measured of this target on this machine, if any."""
+    """Return the measured times of this target on this machine, if any."""
     wanted = key_of(target, topology)
     return next((times for times in profile.nodes if times.key == wanted), None)
 
@@ -45,8 +45,8 @@ def key_of(target: TargetSettings, topology: Topology) -> tuple[str, ...]:
 
 
 def other_layout(target: TargetSettings, topology: Topology, now: CoreLayout) -> CoreLayout:
-    """Return the other of the two layouts that are compared: spread if the target is on one node
-    now, on one node if it is spread."""
+    """Return the other of the two compared layouts: spread if the target is on one node now, else
+    on one node."""
     numa, size = "auto" if now.target.shards else "shard", estimated_bytes(target)
     return lay_out(topology, numa=numa, threads=target.threads, target_bytes=size)
 
@@ -122,8 +122,8 @@ def layouts_for(target: TargetSettings) -> tuple[CoreLayout, CoreLayout | None]:
 
 
 def nodes_of_layouts(alone: CoreLayout, spread: CoreLayout, profile: Profile) -> Nodes:
-    """Return the figures of the nodes over which a target is spread: the additional time of a layer
-    as measured of any target with as many threads, or assumed."""
+    """Return the figures of the nodes over which a target is spread: the additional time of a
+    layer, as measured for any target with as many threads, or assumed."""
     before, after = len(alone.target.cores), len(spread.target.cores)
     nodes = Nodes(len(spread.target.shards), after / before)
     there = {"shards": nodes.count, "threads": after}

@@ -1,7 +1,7 @@
-"""Reads from /sys and /proc what this process may compute on: memory nodes, physical cores, and a
-container's limits; and binds this process to cores and the memory of their nodes ("full"), to cores
-where the memory policy is refused ("cores"), or to nothing ("none"), which must happen before torch
-is imported. Standard library only; tests replace `System`."""
+"""Reads from /sys and /proc the memory nodes, physical cores and container limits of this process;
+and binds it to cores and the memory of their nodes ("full"), only to cores if the memory policy is
+refused ("cores"), or to nothing ("none"), which must happen before torch is imported. Standard
+library only; tests replace `System`."""
 
 import ctypes
 import errno
@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from dovetail.protocol.memory import ROOT, GroupFolders, read_text
 
-MAX_NUMBER = 1 << 16  # the largest number of a core or a node, beyond what any kernel counts to
+MAX_NUMBER = 1 << 16  # the largest number of a core or a node, beyond that of any kernel
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes of a machine, in the order of their numbers, which may have gaps; and how many
-    CPUs' worth of time we are given."""
+    """The nodes of a machine in the order of their numbers, which may have gaps, and our CPU
+    quota."""
 
     nodes: tuple[Node, ...]
-    quota: float | None = None  # CPUs' worth of time that the control group may use; None: no limit
+    quota: float | None = None  # the control group's CPU quota, in CPUs; None: no limit
 
     @property
     def computing(self) -> tuple[Node, ...]:
@@ -59,7 +59,7 @@ def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -
     online = parse_numbers(read_text(cpus / "online")) or bound
     usable = (
         bound & online & (groups.cores() or bound) or bound
-    )  # the affinity is the kernel's own word; a control group that knows none of it is another's
+    )  # the affinity is the kernel's; a control group without any of these cores is not ours
     memory = allowed_memory(root)
     folders = sorted(
         (int(path.name[4:]), path)
@@ -100,15 +100,15 @@ class ControlGroups(GroupFolders):
     """The limits of our control group and of those around it."""
 
     def cores(self) -> frozenset[int]:
-        """The cores that we are confined to; empty: nothing confines us."""
+        """The cores to which we are confined; empty: no limit."""
         return self._numbers("cpuset.cpus.effective", "cpuset.effective_cpus")
 
     def nodes(self) -> frozenset[int]:
-        """The memory nodes that we are confined to; empty: nothing confines us."""
+        """The memory nodes to which we are confined; empty: no limit."""
         return self._numbers("cpuset.mems.effective", "cpuset.effective_mems")
 
     def quota(self) -> float | None:
-        """CPUs' worth of time, the least of all levels."""
+        """The CPU quota in CPUs, the lowest of all levels."""
         unified = (folder / "cpu.max" for folder in self.folders(""))
         limits = [text.split() for path in unified if (text := read_text(path))]
         limits += [
@@ -156,7 +156,7 @@ def format_numbers(numbers: Iterable[int]) -> str:
 
 
 def cpus_for(quota: float) -> int:
-    """Return how many CPUs a quota keeps busy: a broken one counts as a whole."""
+    """Return how many CPUs a quota keeps busy, rounded up."""
     return max(1, math.ceil(quota))
 
 
@@ -188,8 +188,7 @@ LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a process: cores, and the nodes that its memory comes from (none: wherever the
-    kernel likes)."""
+    """The place of a process: cores, and the nodes of its memory (none: the kernel's choice)."""
 
     cores: tuple[int, ...]
     nodes: tuple[int, ...] = ()
@@ -211,7 +210,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Binding:
-    """The part of a placement that is in force, and why no more is."""
+    """The part of a placement that is in force, and why the rest is not."""
 
     level: Literal["full", "cores", "none"]
     place: Place
@@ -234,7 +233,7 @@ class System(Protocol):
     """The calls to the kernel."""
 
     def set_affinity(self, cores: Sequence[int]) -> None:
-        """Confine the calling thread, and what it starts, to these cores; `OSError` if it is
+        """Confine the calling thread and its children to these cores; `OSError` if it is
         refused."""
 
     def set_memory_policy(self, mode: int, nodes: Sequence[int]) -> None:
@@ -272,7 +271,7 @@ class Linux:
 
 def bind(place: Place, system: System | None = None) -> Binding:
     """Bind this process to a place as far as permitted. Memory of several nodes is interleaved;
-    memory of shards is bound to their nodes, and lies where it is first written."""
+    memory of shards is bound to their nodes, and allocated where it is first written."""
     system = system or Linux()
     try:
         system.set_affinity(place.cores)
@@ -293,8 +292,8 @@ def bind(place: Place, system: System | None = None) -> Binding:
 
 
 def memory_refusal(nodes: Sequence[int], system: System | None = None) -> str:
-    """Why this process may not bind its memory to these nodes; empty if it may. Tries it, and goes
-    back to the kernel's default."""
+    """Why this process may not bind its memory to these nodes; empty if it may. Tries it, and
+    restores the kernel's default."""
     system = system or Linux()
     try:
         system.set_memory_policy(MPOL_BIND, nodes)

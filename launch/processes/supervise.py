@@ -36,7 +36,7 @@ LAST_WORDS_S = 0.3  # seconds that a stuck process has to dump its stacks
 LOG_BYTES = 1 << 20
 """The file of a process's output is truncated after this many bytes have been read."""
 SMALLER = (
-    "take smaller weights (target.weights, draft.weights), a smaller model or a shorter "
+    "use smaller weights (target.weights, draft.weights), a smaller model or a shorter "
     "context, or give it more memory"
 )
 WHO_KILLED = (

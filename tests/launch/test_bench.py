@@ -247,7 +247,7 @@ def test_a_policy_is_a_method_with_the_draft_of_the_settings() -> None:
         method.configuration.settings.tree.policy,
         method.configuration.settings.tree.gamma,
     ) == ("budget", 20)
-    with pytest.raises(UserError, match="leave --draft none out"):
+    with pytest.raises(UserError, match="leave out --draft none"):
         read_method(base().over("--draft", {"draft.kind": "none"}), "goodput")
 
 

@@ -218,7 +218,7 @@ def test_another_server_is_measured_as_it_is_and_its_refusals_are_a_failure(
     [
         (["--requests=3"], "--requests belongs to --concurrency"),
         (["--concurrency="], "--concurrency '': write different numbers"),
-        (["--concurrency=2", "--method=small"], "--method does not go with --concurrency"),
+        (["--concurrency=2", "--method=small"], "--method cannot be combined with --concurrency"),
         (["--concurrency=2", "--temperature=0", "--temperature=1"], "one temperature"),
         (["--url=http://127.0.0.1:9", "--tree.gamma=3"], "the server decides --tree.gamma"),
         (["--url=http://127.0.0.1:9", "somewhere"], "has its own model"),

@@ -274,7 +274,7 @@ def test_retry_says_that_a_reply_will_be_the_same_only_where_it_will(
         temperature=0.8,
     )
     assert [line for line in told.splitlines() if same in line] == [
-        f"{same}/seed random allows another one"
+        f"{same}/seed random allows a different one"
     ]
 
 
@@ -419,7 +419,7 @@ def test_ctrl_c_interrupts_a_reply_and_keeps_what_was_said(
     else:
         raise AssertionError("no reply was interrupted")
     person.type(f"/save {tmp_path / 'talk.json'}\n")
-    person.wait_for("has the conversation")
+    person.wait_for("the conversation is saved in")
     person.wait_for("you> ")
     person.type("/quit\n")
     assert person.end() == 0

@@ -132,7 +132,7 @@ def test_version_names_the_program(run: Run) -> None:
             ("generate", "hello", "--target", "/no/such/model"),
             "the target model /no/such/model is not there",
         ),
-        (("generate", "hello", "--prompts", "p.jsonl"), "leave one of them out"),
+        (("generate", "hello", "--prompts", "p.jsonl"), "leave out one of them"),
         (("generate", "hello", "--connect", "http://host"), "http://host"),
         (
             ("generate", "hello", "--connect", "127.0.0.1:8200"),

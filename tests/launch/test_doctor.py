@@ -90,7 +90,7 @@ def test_it_says_what_lies_in_the_caches(tmp_path: Path) -> None:
     assert set(sizes) == {"int4", "profile.json", "lost"}
     assert 3_000_000 <= sizes["int4"] < 3_050_000
     found = check("caches", cache=tmp_path, caches={"gguf": 40_000, "int4": 3_000_000}).found
-    assert found.startswith(f"{tmp_path}: int4 3.0 MB, gguf 0.0 MB; any of it may be removed")
+    assert found.startswith(f"{tmp_path}: int4 3.0 MB, gguf 0.0 MB; any of these may be removed")
     assert sizes_in(tmp_path / "none") == {}
 
 

@@ -88,7 +88,7 @@ def test_half_weights_are_not_offered_for_a_checkpoint_that_has_none(fp32: Path)
 def test_where_no_type_fits_the_remedy_is_another(fp32: Path, flags: dict[str, str]) -> None:
     with pytest.raises(
         SettingsError,
-        match=r"take a smaller model, give a GPU a part of the target "
+        match=r"use a smaller model, put a part of the target on a GPU "
         r"\(target\.split\.device\), or set memory\.ram",
     ):
         check(settings(target__model=fp32, **flags), 1 << 20)

@@ -206,9 +206,9 @@ def test_a_prompt_that_is_too_long_is_one_line_and_exit_code_2(
         (("hello", "--stop", ""), "--stop '' would end every reply"),
         (
             ("hello", "--stop", "x" * (STOP_CHARACTERS + 1)),
-            "has 1025 characters: 1024 are possible",
+            "has 1025 characters: at most 1024 are possible",
         ),
-        (("hello", *("--stop", "x") * 17), "--stop is given 17 times: 16 are possible"),
+        (("hello", *("--stop", "x") * 17), "--stop is given 17 times: at most 16 are possible"),
         (("hello", "--stop", "\udcff"), "is not valid UTF-8 text"),
         (("hel\udcfflo",), "the prompt is not valid UTF-8 text"),
         (("x" * (MAX_TEXT + 1),), f"the prompt has {MAX_TEXT + 1} characters"),
@@ -305,7 +305,7 @@ def test_the_summary_tells_of_moves_and_which_targets_wrote_a_reply_where_they_d
     assert "move" not in summary(a_result(), "")
     assert "· 2 moves to another target ·" in summary(a_result(moves=2), "")
     assert other_targets(a_result(fingerprints=("one", "two"))).endswith(
-        "none of them alone would give it: one, then two"
+        "none of them alone would produce it: one, then two"
     )
 
 
@@ -526,7 +526,7 @@ def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start:
     assert process.returncode == 1
     assert said.endswith("\n")
     assert (
-        "disconnected, and the reply is not finished: start a coordinator (`dovetail serve`)"
+        "disconnected, and the reply is incomplete: start a coordinator (`dovetail serve`)"
         in complained
     )
     assert re.match(r"the reply stops here; seed \d+\n", complained)
@@ -633,7 +633,7 @@ def test_a_torn_last_line_is_dropped_and_a_foreign_file_is_refused(tmp_path: Pat
         assert opened.done == {"a"}
     assert path.read_text() == '{"id": "a", "results": []}\n'
     path.write_text("my diary\n")
-    with pytest.raises(UserError, match="line 1 is not of an earlier run"), open_answers(path):
+    with pytest.raises(UserError, match="line 1 is not from an earlier run"), open_answers(path):
         pass
 
 
@@ -673,7 +673,7 @@ def test_a_file_that_holds_anything_else_is_refused_and_stays_as_it_is(
 ) -> None:
     path = tmp_path / "notes"
     path.write_text(content)
-    with pytest.raises(UserError, match="is not of an earlier run"), open_answers(path):
+    with pytest.raises(UserError, match="is not from an earlier run"), open_answers(path):
         pass
     assert path.read_text() == content
 

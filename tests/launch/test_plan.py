@@ -370,7 +370,7 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
             "write shard, or leave it out",
         ),
         (("--target", "/nowhere"), "/nowhere"),
-        (("--weights", "int8-per-tensor"), "is not planned with"),
+        (("--weights", "int8-per-tensor"), "cannot be planned"),
         (("--target.resident", "3"), "a plan chooses this"),
         (("--machine", "dovetail-server", "--draft", "auto"), "--draft auto: name"),
         (
@@ -450,7 +450,7 @@ def test_what_has_no_room_is_named_and_is_not_called_too_slow(invoke: Run) -> No
     )
     assert shown.returncode == 0, shown.stderr
     assert "none fits next to the target" in shown.stdout
-    assert "there is no room for: " in shown.stdout
+    assert "these do not fit into memory: " in shown.stdout
 
 
 def test_a_substitute_of_other_weights_is_refused_as_it_would_be_later(invoke: Run) -> None:

@@ -216,7 +216,7 @@ def test_the_plot_has_the_rounds_and_the_bins() -> None:
     rounds = [Round(n / 10, 1 + (n >= 60) * 4, n < 80) for n in range(100)]
     picture = chart(rounds, Strata((5.95,), (Bin(60, 1.0, 1.0, 1.0), Bin(40, 10.0, 5.0, 0.5))), 15)
     assert picture.count('class="curve"') == 4
-    assert "Accepted to the bottom" in picture
+    assert "Accepted to the deepest level" in picture
 
 
 def stratified(run: Run, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -275,7 +275,7 @@ def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_t
         (("--draft", "none"), "draft.kind = 'none' has no entropy"),
         (("--tree.width", "1"), "has no entropy"),
         (("--plot", "t.png"), "does not end in .svg"),
-        (("--rounds", str(DEMO_FOLDER / "prompts.jsonl")), "is not of an earlier run"),
+        (("--rounds", str(DEMO_FOLDER / "prompts.jsonl")), "is not from an earlier run"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_decoded(

@@ -80,7 +80,7 @@ def test_a_sweep_of_gamma_measures_each_value_on_the_same_processes_and_draws_th
     assert {
         "Acceptance length, tau",
         "Speed-up over the target alone",
-        "Pass of the target, T_V",
+        "Target pass, T_V",
     } <= {*texts}
 
 

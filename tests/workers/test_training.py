@@ -121,7 +121,7 @@ def test_what_is_in_the_way_of_a_small_model_stays(tokens: Path, tmp_path: Path)
     with pytest.raises(UserError, match=r"letter\.txt"):
         train_small(out=tmp_path / "out", texts=[tokens], tokenizer=TOKENIZER, minutes=0.001)
     assert (tmp_path / "out" / "letter.txt").is_file()
-    with pytest.raises(UserError, match="what the training begins with"):
+    with pytest.raises(UserError, match="an input of the training"):
         train_small(out=TOKENIZER / ".." / "target", texts=[tokens], tokenizer=TOKENIZER)
 
 

@@ -28,9 +28,9 @@ from dovetail.protocol.files import writing
 
 COLUMNS = {
     "method": "none: the target alone; draft: with it; server: not dovetail",
-    "at once": "requests under way at a time",
+    "at once": "concurrent requests",
     "done": "requests that were answered",
-    "failed": "requests that were not; the errors are named below the table",
+    "failed": "requests that failed; the errors are listed below the table",
     "tokens/s": "of all replies, over the whole load (output_throughput)",
     "speed-up": "tokens/s over those of none",
     "requests/s": "answered, over the whole load (request_throughput)",
@@ -41,7 +41,7 @@ COLUMNS = {
     "ITL ms": "inter-token latency, median: between two chunks of tokens",
     "ITL p99": "its 99th percentile",
     "tokens/chunk": "output tokens for each chunk with text",
-    "differ": "replies whose text is not that of none",
+    "differ": "replies whose text differs from that of none",
 }
 """Heading of the table -> its meaning."""
 TIMES = ("ttft", "tpot", "itl")
@@ -60,8 +60,8 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def show_notes(result: Mapping[str, Any]) -> None:
-    """Print what a reader of the table has to know: errors, cached prompts, guessed counts of
-    tokens, an early end."""
+    """Print notes for the reader of the table: errors, cached prompts, guessed counts of tokens, an
+    early end."""
     for row in result["rows"]:
         for told in row["errors"]:
             refused = ", its queue was full" if told["error"] == QUEUE_FULL else ""
@@ -77,7 +77,7 @@ def show_notes(result: Mapping[str, Any]) -> None:
     if result["lost"]:
         note(f"FAILED: {result['lost']}")
     if result["interrupted"]:
-        note("interrupted: the last load has only the requests that had ended by then")
+        note("interrupted: the last load includes only requests that had ended")
 
 
 def draw(result: Mapping[str, Any]) -> str:
@@ -128,12 +128,12 @@ def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """The replies of requests that ran at once, in the order in which they ended."""
+    """The replies of concurrent requests, in the order in which they ended."""
 
     replies: tuple[Reply, ...]
     seconds: float  # from the start of the first request to the end of the last
     interrupted: bool = False
-    """True if Ctrl-C came; requests that were in flight then are not among the replies."""
+    """True after Ctrl-C; requests in flight at that time are not among the replies."""
 
 
 def run(
@@ -168,10 +168,10 @@ class Plan:
     """The requests of a run: prompts, loads, sampling."""
 
     turns: tuple[str, ...]
-    """Prompts, in the order of the requests; after the last comes the first again."""
+    """Prompts in the order of the requests, repeated cyclically."""
     prompts: str  # names of their files
     levels: tuple[int, ...]
-    requests: int  # requests at each concurrency; at least as many as run at once
+    requests: int  # requests at each concurrency; at least the concurrency
     repeat: int
     max_tokens: int
     temperature: float
@@ -189,11 +189,11 @@ class Plan:
 
 @dataclass
 class Findings:
-    """The loads that were run, by method and concurrency, and why no more were."""
+    """The completed loads, by method and concurrency, and why others are missing."""
 
     loads: dict[tuple[str, int], list[LoadRun]] = field(default_factory=dict)
     interrupted: bool = False
-    lost: str = ""  # why a process of ours ended meanwhile; empty: none did
+    lost: str = ""  # why one of our processes ended meanwhile; empty: none did
 
     def rows(self) -> list[dict[str, Any]]:
         methods = sorted({method for method, _ in self.loads}, key=lambda name: name != PLAIN)
@@ -239,7 +239,7 @@ def plan_of(
 
 
 def levels_of(text: str) -> tuple[int, ...]:
-    """Return the numbers in --concurrency; `UserError` if it is no list of them."""
+    """Return the numbers in --concurrency; `UserError` if it is not a list of numbers."""
     parts = [part.strip() for part in text.split(",")]
     levels = tuple(int(part) for part in parts if re.fullmatch("[0-9]{1,4}", part))
     possible = all(0 < level <= MOST_AT_ONCE for level in levels)
@@ -252,8 +252,8 @@ def levels_of(text: str) -> tuple[int, ...]:
 
 
 def measure(server: Served, plan: Plan) -> Findings:
-    """Run every load with the methods in turn, each of them first equally often. Ctrl-C, or the
-    loss of one of our processes, ends it with what has been measured so far."""
+    """Run every load with the methods in turn; each is first equally often. Ctrl-C, or the loss of
+    one of our processes, ends it with the measurements so far."""
     found = Findings()
     _warm_up(server, plan)
     total = plan.repeat * len(server.methods) * sum(map(plan.requests_at, plan.levels))
@@ -323,8 +323,8 @@ def measure_and_tell(
     *,
     as_json: bool,
 ) -> int:
-    """Measure a server under load and show the result; return the exit code. `out` gets the figures
-    of every request too."""
+    """Measure a server under load and show the result; return the exit code. `out` also gets the
+    figures of every request."""
     with served(configuration, url) as server:
         found = measure(server, plan)
         result = {
@@ -351,8 +351,8 @@ def measure_and_tell(
 
 
 def row(method: str, concurrency: int, loads: Sequence[LoadRun]) -> dict[str, Any]:
-    """Return the figures of a load that was run once or several times. As in vLLM, requests that
-    failed do not count in times and tokens."""
+    """Return the figures of a load that was run once or several times. As in vLLM, times and tokens
+    exclude failed requests."""
     replies = [reply for load in loads for reply in load.replies]
     good = [reply for reply in replies if not reply.error]
     seconds = sum(load.seconds for load in loads)
@@ -387,8 +387,8 @@ def with_speedups(
     plain: str,
 ) -> list[dict[str, Any]]:
     """Return the rows with `speedup` (output throughput over that of `plain` at the same
-    concurrency) and `differ` (replies whose text is not that of `plain`); None without `plain`.
-    `texts`: replies by method, concurrency and number of the request."""
+    concurrency) and `differ` (replies whose text differs from that of `plain`); None without
+    `plain`. `texts`: replies by method, concurrency and number of the request."""
     alone = {row["max_concurrency"]: row for row in rows if row["method"] == plain}
     told = []
     for row in rows:

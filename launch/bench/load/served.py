@@ -1,5 +1,5 @@
-"""The server under load: an existing one, by its URL, or our own stack behind the HTTP API, which
-ends with the block."""
+"""The server under load: an existing one by its URL, or our own processes with an HTTP API, which
+end with the block."""
 
 import http.client
 import json
@@ -24,7 +24,7 @@ DONE = b"[DONE]"
 BROKEN_OFF = "broken off"  # the error of a stream that ended without [DONE]
 TOO_LONG = "too long"  # the error of a stream that does not end
 MOST_BYTES = 64 << 20
-"""The most bytes that are read of a stream, or of a line of it: more than any reply has."""
+"""The most bytes read of a stream, or of a line of it: more than any reply has."""
 MOST_WORDS = 300  # characters that are kept of a server's error message
 MOST_COUNTED = 1 << 40  # the most tokens that a server can report; a larger number counts as none
 
@@ -36,7 +36,7 @@ class Reply:
     number: int
     began_s: float
     chunks_s: list[float] = field(default_factory=list)
-    """The time of each chunk that carries text of the model."""
+    """The time of each chunk with text of the model."""
     ended_s: float = 0.0  # the time of the last event before [DONE]
     text: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
@@ -49,13 +49,13 @@ class Reply:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that the server had from an earlier request."""
+        """Prompt tokens that the server had cached from an earlier request."""
         details = self.usage.get("prompt_tokens_details")
         return _count(details, "cached_tokens") if isinstance(details, Mapping) else 0
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the reply, by the server's usage; without it, every chunk counts as one."""
+        """Tokens of the reply by the server's usage; without it, every chunk counts as one."""
         return _count(self.usage, "completion_tokens") or len(self.chunks_s)
 
     @property
@@ -79,7 +79,7 @@ class Reply:
 
     @property
     def itls_s(self) -> list[float]:
-        """Seconds between a chunk and the next, however many tokens they carry."""
+        """Seconds between consecutive chunks, of any number of tokens."""
         return [after - before for before, after in pairwise(self.chunks_s)]
 
 
@@ -117,7 +117,7 @@ def ask(
 def _read(
     reply: Reply, texts: list[str], response: http.client.HTTPResponse, clock: Callable[[], float]
 ) -> None:
-    """Note what comes, its texts apart: to add to one long text takes ever longer."""
+    """Store the arriving texts separately: appending to one long text would take ever longer."""
     for data in _events(response):
         now_s = clock()
         if data == DONE:
@@ -145,7 +145,8 @@ def _read(
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield the data of each server-sent event; `_TooLongError` where the stream does not end."""
+    """Yield the data of each server-sent event; raise `_TooLongError` if the stream does not
+    end."""
     left = MOST_BYTES
     while line := response.readline(left + 1):
         left -= len(line)
@@ -156,8 +157,8 @@ def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def _text(event: Mapping[str, Any]) -> str | None:
-    """Return the text of an event, empty for the first chunk of many servers, which has only the
-    role. None: it is not a chunk of a completion."""
+    """Return the text of an event; it is empty for a first chunk with only the role. None: not a
+    chunk of a completion."""
     choices = event.get("choices") or []
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         return None
@@ -186,7 +187,7 @@ def _count(told: Mapping[str, Any], name: str) -> int:
 
 
 PLAIN, DRAFTED, OTHER = "none", "draft", "server"
-"""Methods: our target alone, our target with its draft, any other server as it is."""
+"""Methods: our target alone, our target with its draft, any other server."""
 SILENCE_S = 600.0
 """A server that is silent for this long counts as lost; a request may wait behind others."""
 
@@ -219,15 +220,15 @@ class Served:
 
 @contextmanager
 def served(configuration: Configuration, url: str | None) -> Iterator[Served]:
-    """Yield the server at this URL; without one, a stack of our own without a prefix cache, since
+    """Yield the server at this URL; without a URL, our own processes without a prefix cache, since
     every concurrency has the same prompts."""
     if url is None:
         with _own(configuration) as found:
             yield found
         return
     if configuration.origins["target.model"] == POSITIONAL:
-        raise UserError(f"the server at {url} has its own model: leave the model or --url out")
-    check_flags(configuration, "leave --url out, and a server with it is started")
+        raise UserError(f"the server at {url} has its own model: leave out the model or --url")
+    check_flags(configuration, "leave out --url to start a server with it")
     site = WebServer(url, api_key(configuration), silence_s=SILENCE_S)
     model, ours = _model_of(WebServer(url, api_key(configuration), silence_s=FIRST_S))
     said = said_to_server(configuration) - {*SERVERS, "max_tokens"}
@@ -256,8 +257,8 @@ def _own(configuration: Configuration) -> Iterator[Served]:
 
 
 def _methods(configuration: Configuration) -> tuple[str, ...]:
-    """Return the methods of a dovetail: without its draft, and with it unless --draft.kind is
-    none."""
+    """Return the methods of a dovetail server: without its draft and, unless --draft.kind is none,
+    with it."""
     return (PLAIN,) if configuration.settings.draft.kind == "none" else (PLAIN, DRAFTED)
 
 

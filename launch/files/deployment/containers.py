@@ -74,11 +74,11 @@ PLACES = ("--target.model=", "--draft.model=")
 
 @dataclass(frozen=True)
 class Destination:
-    """The surroundings in which the processes of a deployment find themselves."""
+    """The environment of a deployment's processes."""
 
-    address: str  # the coordinator, as the other processes reach it
+    address: str  # the coordinator's address for the other processes
     listen: str  # the address at which it listens
-    keys: Callable[[str], str]  # part -> its folder of keys; asked only over tcp
+    keys: Callable[[str], str]  # part -> its folder of keys; used only over tcp
     model: Callable[[Path], str]  # folder or file of a model on this machine -> its path there
     bound: bool = True  # false if it is another machine, whose cores are not these
 
@@ -88,9 +88,9 @@ class DeployedProcess:
     """A process of a deployment."""
 
     name: str  # the role: coordinator, http, target, draft or unified
-    arguments: tuple[str, ...]  # its command, behind `dovetail`
+    arguments: tuple[str, ...]  # its command, after `dovetail`
     place: Place  # its cores and memory nodes on this machine
-    memory: int | None  # bytes that it may take; None: not known
+    memory: int | None  # bytes that it may take; None: unknown
     gpu: bool  # true if it may use a GPU
     models: tuple[Path, ...]  # the folders and files of models on this machine that it reads
 
@@ -164,8 +164,8 @@ def parts_of(configuration: Configuration, there: Destination) -> list[DeployedP
 
 
 def key_files(folder: Path, name: str) -> list[Path]:
-    """Return the files of a folder of keys that a part needs; `KeysError` if its own is not
-    there."""
+    """Return the files of a folder of keys that a part needs; `KeysError` if its own key is
+    missing."""
     if name == COORDINATOR:
         load_own_key(folder, COORDINATOR)
         return [folder / f"{COORDINATOR}.key", *sorted(folder.glob("*.pub"))]
@@ -183,7 +183,7 @@ def whole_model(path: Path) -> Path:
 
 
 def local_host(host: str) -> bool:
-    """Return whether an address of the HTTP API is reached from its own machine alone."""
+    """Return whether only its own machine can reach an address of the HTTP API."""
     found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return all(str(address[4][0]).startswith(("127.", "::1")) for address in found)
 
@@ -223,8 +223,8 @@ def _here(model: str) -> Path:
 
 
 def _may_use_gpu(settings: Settings, name: str) -> bool:
-    """True if a process uses a GPU by the settings; if they leave it open, whether this machine has
-    one."""
+    """True if a process uses a GPU by the settings; if these leave it open, True if this machine
+    has one."""
     target, draft = settings.target, settings.draft
     devices = {
         "target": (target.device, target.split.device, target.prefill),
@@ -236,12 +236,12 @@ def _may_use_gpu(settings: Settings, name: str) -> bool:
     return "auto" in asked and (NVIDIA.exists() or bool([*read_cards()]))
 
 
-USER = 10001  # the user and the group in the container, as the Dockerfile has them
+USER = 10001  # the user and the group in the container, as in the Dockerfile
 RUN, MODELS, CACHE = "/run/dovetail", "/models", "/cache"
 PORT = 5555  # the port of a coordinator that is reached over tcp
 DOCKERFILE = "launch/files/deployment/Dockerfile"
 CONFINED: Mapping[str, Any] = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": CACHE}
-"""Variables of a worker: it downloads nothing, and keeps what it has measured."""
+"""Variables of a worker: it downloads nothing, and stores its measurements."""
 READY = (
     "import sys, http.client; asked = http.client.HTTPConnection('127.0.0.1', {port}); "
     "asked.request('GET', '/readyz'); sys.exit(asked.getresponse().status != 200)"
@@ -269,15 +269,15 @@ def listening(configuration: Configuration, keys: str) -> Configuration:
 
 
 def check_api_keys(file: Path) -> None:
-    """`SettingsError` for a file of API keys that `serve` would refuse. One that is not here is
-    made later, and one that belongs to the user of the containers may be hidden from this one."""
+    """`SettingsError` for a file of API keys that `serve` would refuse. It may be missing until
+    later, or readable only by the containers' user."""
     if os.access(file, os.R_OK):
         read_keys(HttpSettings(api_key_file=str(file)))
 
 
 def key_names(folder: Path, name: str) -> list[str]:
     """Return the files of keys that a part needs, by `keygen`'s names if the folder is hidden or
-    not there. `KeysError` for a folder without them, or secret keys that others can read."""
+    missing. `KeysError` for a folder without them, or secret keys that others can read."""
     if os.access(folder, os.R_OK | os.X_OK):
         return [file.name for file in key_files(folder, name)]
     if name == "coordinator":
@@ -331,7 +331,7 @@ def compose_file(configuration: Configuration) -> str:
 
 
 LISTEN = f"tcp://0.0.0.0:{PORT}"
-PROBE_S = 5  # a server that has half a core may take so long to answer under load
+PROBE_S = 5  # a server with half a core may take this long to answer under load
 LEADER = "$(LWS_LEADER_ADDRESS)"
 """The address of the leader, which the controller puts into every container's environment."""
 
@@ -390,5 +390,5 @@ def _amounts(part: DeployedProcess) -> dict[str, str]:
 
 
 def _literal(word: str) -> str:
-    """Return an argument in which nothing but the leader's address is replaced."""
+    """Return an argument in which only the leader's address is replaced."""
     return LEADER.join(part.replace("$(", "$$(") for part in word.split(LEADER))

@@ -31,15 +31,15 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Settings
 
 GROUP = "dovetail.target"
-USER = "dovetail"  # the user of the units, who is there while they run
+USER = "dovetail"  # the user of the units, who exists while they run
 SOCKET = "ipc:///run/dovetail/coordinator"
 STATE = "/var/lib/dovetail"
-"""A folder for what the coordinator keeps; systemd makes it for the unit's user."""
+"""A folder for the coordinator's files; systemd makes it for the unit's user."""
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
-"""Folders of which a hardened unit sees nothing."""
+"""Folders hidden from a hardened unit."""
 WATCHDOG = 3
-"""Multiple of `coordinator.stuck_s` after which systemd ends a worker that did not end itself."""
-DEPTH = 3  # the number of the package's folders above this file
+"""Multiple of `coordinator.stuck_s` after which systemd ends a stuck worker."""
+DEPTH = 3  # the number of package folders above this file
 UNPRIVILEGED = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 STOP_S = round(3 * GRACE_S)
 UNPLAIN = re.compile(r"[^\w@%+=:,./-]")
@@ -84,11 +84,11 @@ def systemd_units(configuration: Configuration) -> dict[str, str]:
 
 
 def _check_readable(model: Path) -> None:
-    """`UserError` for a model of which the user of the units could not read a file."""
+    """`UserError` for a model with a file that the units' user cannot read."""
     top = whole_model(model)
     files = [file for file in model.iterdir() if file.is_file()] if model.is_dir() else [model]
     folders = {folder for file in files for at in (file, file.resolve()) for folder in at.parents}
-    if _hidden(top):  # systemd binds it as root, whoever may enter the folders above
+    if _hidden(top):  # systemd binds it as root, so the permissions of folders above do not matter
         tops = (top, top.resolve())
         folders = {folder for folder in folders if any(map(folder.is_relative_to, tops))}
     needs = {folder: "rx" if folder == model else "x" for folder in folders}
@@ -181,8 +181,8 @@ def _network(part: DeployedProcess, settings: Settings) -> Iterator[str]:
 
 
 def _keys(part: DeployedProcess, settings: Settings) -> Iterator[str]:
-    """Yield what hands a unit its keys: systemd reads them as root, and the process gets copies
-    that only it can read."""
+    """Yield the lines that give a unit its keys: systemd reads them as root, and the process gets
+    copies that only it can read."""
     copies = []
     if part.name == "http" and settings.http.api_key_file:
         path = Path(settings.http.api_key_file).expanduser().absolute()
@@ -218,8 +218,8 @@ def program() -> list[str]:
 
 
 def installation() -> set[Path]:
-    """Return the folders that this installation is in: its environment, the interpreter, and the
-    package itself, which an editable installation has elsewhere."""
+    """Return the folders of this installation: its environment, the interpreter, and the package
+    itself, which is elsewhere in an editable installation."""
     here = Path(__file__)
     package = {here.parents[DEPTH], here.resolve().parents[DEPTH]}
     return {Path(sys.prefix), Path(sys.base_prefix), *package}
@@ -242,8 +242,8 @@ def _title(part: DeployedProcess) -> str:
 
 
 def _literal(path: Path) -> str:
-    """Return a path in which no specifier is replaced. `UserError` for one that no line can hold,
-    since these have no escapes."""
+    """Return a path in which no specifier is replaced. `UserError` for one with a line break, which
+    cannot be escaped."""
     if len(f"{path}".splitlines()) > 1:
         raise UserError(f"{str(path)!r} has a line break, which no unit can name: rename it")
     return str(path).replace("%", "%%")
@@ -256,8 +256,7 @@ def _bound(path: Path) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Return a word of a command line as systemd reads it: no specifier, no variable, no end of the
-    line."""
+    """Return a word of a command line for systemd: without specifiers, variables and line ends."""
     plain = word.replace("%", "%%").replace("$", "$$")
     if not UNPLAIN.search(plain):
         return plain
