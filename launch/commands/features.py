@@ -139,20 +139,12 @@ def command(
     reader = corpus.open_reader(target)
     with held(out):
         if regenerate:
-            answers, writing = (
-                out.with_name(out.name + ".answers.jsonl"),
-                Writing(temperatures, new_tokens, sessions, seed),
-            )
+            answers = out.with_name(out.name + ".answers.jsonl")
+            writing = Writing(temperatures, new_tokens, sessions, seed)
+            where: dict[str, Any] = {"weights": weights, "device": name}
             with show_progress() as show:
                 written = regenerate_files(
-                    files,
-                    target,
-                    reader.renderer,
-                    answers,
-                    writing,
-                    weights=weights,
-                    device=name,
-                    progress=show,
+                    files, target, reader.renderer, answers, writing, **where, progress=show
                 )
             note(f"{answers}: {written.chats:,} chats answered")
             _tell_left_out(written.left_out)
@@ -170,18 +162,11 @@ def command(
             f"{len(examples.rows):,} sequences, {examples.tokens:,} tokens, of which "
             f"{examples.learned:,} are learned"
         )
-        _tell_left_out(
-            {
-                **({"cut, since they were longer": examples.cut} if examples.cut else {}),
-                **examples.left_out,
-            }
-        )
+        longer = {"cut, since they were longer": examples.cut} if examples.cut else {}
+        _tell_left_out({**longer, **examples.left_out})
         index = store.begin(out, store.plan(examples, source.origin), examples)
-        stored = "the last hidden state" + (
-            f" and the inputs of layers {', '.join(map(str, index.origin.taps))}"
-            if index.origin.taps
-            else ""
-        )
+        taps = ", ".join(map(str, index.origin.taps))
+        stored = "the last hidden state" + (f" and the inputs of layers {taps}" if taps else "")
         note(
             f"{out}: {stored}, {index.bytes / 1e9:.3g} GB of {index.origin.dtype} in "
             f"{len(index.shards)} shards, of which {index.written} are there"

@@ -115,21 +115,12 @@ def command(
         out, strata.thresholds, {"holds_for": holds_for, "fitted_on": fitted_on}, _bins_told(strata)
     )
     if plot is not None:
+        drawn = chart(rounds, strata, configuration.settings.tree.gamma)
         with writing(plot, "the plot"):
-            plot.write_text(
-                chart(rounds, strata, configuration.settings.tree.gamma), encoding="utf-8"
-            )
+            plot.write_text(drawn, encoding="utf-8")
     if as_json:
-        click.echo(
-            json.dumps(
-                {
-                    "thresholds": strata.thresholds,
-                    "bins": _bins_told(strata),
-                    "holds_for": holds_for,
-                    "fitted_on": fitted_on,
-                }
-            )
-        )
+        found = {"thresholds": strata.thresholds, "bins": _bins_told(strata)}
+        click.echo(json.dumps({**found, "holds_for": holds_for, "fitted_on": fitted_on}))
         return
     _show(strata, configuration.settings.tree)
     note(
@@ -141,14 +132,10 @@ def command(
 def _check(configuration: Configuration, plot: Path | None) -> None:
     check_chart(plot)
     settings = configuration.settings
-    if settings.draft.kind in ("none", "ngram"):
-        raise UserError(
-            f"draft.kind = {settings.draft.kind!r} has no entropy: name a draft with a model"
-        )
-    if settings.tree.gamma == 0 or settings.tree.width == 1:
-        raise UserError(
-            f"a tree of gamma {settings.tree.gamma} and width {settings.tree.width} has no entropy"
-        )
+    if (kind := settings.draft.kind) in ("none", "ngram"):
+        raise UserError(f"draft.kind = {kind!r} has no entropy: name a draft with a model")
+    if (gamma := settings.tree.gamma) == 0 or settings.tree.width == 1:
+        raise UserError(f"a tree of gamma {gamma} and width {settings.tree.width} has no entropy")
     if settings.sampling.acceptance == "rejection":
         raise UserError("sampling.acceptance 'rejection' draws its trees at random: leave it out")
     if find_spec("sklearn") is None:  # report before anything is decoded
@@ -251,11 +238,10 @@ def _kept(
             replies[content["id"]] = PromptRounds(content["id"], tuple(rounds))
             return
         there, headed = content["holds_for"], True
-        if key := next((key for key in holds_for if there.get(key) != holds_for[key]), None):
-            raise UserError(
-                f"the rounds in {path} were played with {key} = {there.get(key)!r}, not "
-                f"{holds_for[key]!r}: choose another --rounds"
-            )
+        for key, own in holds_for.items():
+            if (other := there.get(key)) != own:
+                text = f"the rounds in {path} were played with {key} = {other!r}, not {own!r}"
+                raise UserError(f"{text}: choose another --rounds")
 
     def torn(line: bytes) -> bool:
         return line.startswith((b'{"id": ', b'{"holds_for": ')[: 1 if headed else 2])

@@ -151,15 +151,10 @@ def _command(kind: str, entry: TrainedKind) -> click.Command:
         if trained is not None:
             last, outcome = trained.checks[-1], trained.outcome
             simulated = {"tau": last.length, "accepted_at": last.at, "contrast": last.contrast}
-            line = (
-                f"{options['out']}: tau {last.length:.2f} in simulation, "
-                f"{outcome.parameters:,} parameters, {outcome.tokens:,} tokens"
-            )
-            tell(
-                {"out": str(options["out"]), "kind": kind, **asdict(outcome), **simulated},
-                line,
-                as_json=as_json,
-            )
+            counts = f"{outcome.parameters:,} parameters, {outcome.tokens:,} tokens"
+            line = f"{options['out']}: tau {last.length:.2f} in simulation, {counts}"
+            told = {"out": str(options["out"]), "kind": kind, **asdict(outcome), **simulated}
+            tell(told, line, as_json=as_json)
 
     decorated: Callable[..., Any] = run
     for add in reversed((*COMMON, *map(_own, entry.options), json_option())):
@@ -298,14 +293,8 @@ def train_small(
             if target is not None and prompts is not None:
                 written = out.with_name(out.name + ".answers.jsonl")
                 renderer = open_reader(str(target)).renderer
-                regenerate_files(
-                    [prompts],
-                    str(target),
-                    renderer,
-                    written,
-                    Writing(new_tokens=ANSWER_TOKENS, seed=seed),
-                    progress=show,
-                )
+                writing = Writing(new_tokens=ANSWER_TOKENS, seed=seed)
+                regenerate_files([prompts], str(target), renderer, written, writing, progress=show)
                 files.append(written)
             return small.train_folder(
                 files,
@@ -341,8 +330,5 @@ def _check_shape(shape: "small.Shape", vocabulary: int, limit: int | None) -> No
         raise UserError("--hidden must be a multiple of --heads, and --heads one of --kv-heads")
     if shape.hidden // shape.heads % 2:
         raise UserError(f"--hidden {shape.hidden} / --heads {shape.heads} must be even")
-    if limit is not None and shape.parameters(vocabulary) > limit:
-        raise UserError(
-            f"this shape has {shape.parameters(vocabulary):,} parameters, more than "
-            "--max-parameters"
-        )
+    if limit is not None and (count := shape.parameters(vocabulary)) > limit:
+        raise UserError(f"this shape has {count:,} parameters, more than --max-parameters")

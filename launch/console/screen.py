@@ -146,27 +146,18 @@ def _parts(picture: Picture, name: str, chosen: int | None) -> Iterator[Renderab
 
 def _head(picture: Picture, standing: Standing | None = None) -> RenderableType:
     coordinator, speculation = picture["coordinator"], picture["speculation"]
-    state = (
-        Text("paused", "reverse")
-        if standing is not None and standing.paused
-        else Text("live", "green")
-        if standing is not None
-        else Text()
-    )
-    first = Text.assemble(
-        ("dovetail", "bold"),
-        f"  coordinator pid {coordinator['pid']}, up {as_span(coordinator['uptime_s'])}  ",
-        state,
-    )
+    state = Text()
+    if standing is not None:
+        state = Text("paused", "reverse") if standing.paused else Text("live", "green")
+    about = f"  coordinator pid {coordinator['pid']}, up {as_span(coordinator['uptime_s'])}  "
+    first = Text.assemble(("dovetail", "bold"), about, state)
     second = Text.assemble(("speculation ", "bold"), speculation["words"])
     reasons = [
         Text(f"  - {reason}") for reason in picture["reasons"] if reason not in speculation["why"]
     ]
-    lost = (
-        [Text(f"LOST: {standing.lost}; trying again", "bold red")]
-        if standing is not None and standing.lost
-        else []
-    )
+    lost = []
+    if standing is not None and standing.lost:
+        lost = [Text(f"LOST: {standing.lost}; trying again", "bold red")]
     others = picture.get("others")
     beside = [Text(f"other programs on this machine {others['words']}")] if others else []
     return Group(first, *lost, second, *reasons, *beside)
@@ -213,16 +204,11 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
             (as_trend(values, top, WIDE_TREND), "cyan"),
             f"  0 to {as_number(top, 1)}",
         )
-    positions = figures["accepted_per_position"][:SHOWN_POSITIONS]
-    yield Text.assemble(
-        "by position ",
-        "  ".join(f"{place}: {as_percent(share)}" for place, share in enumerate(positions, 1))
-        or "no recent round with a tree",
-    )
-    parts = figures["round_ms"]
-    yield Text.assemble(
-        "a round, ms ", "  ".join(f"{name} {as_number(value, 1)}" for name, value in parts.items())
-    )
+    positions = enumerate(figures["accepted_per_position"][:SHOWN_POSITIONS], 1)
+    shares = "  ".join(f"{place}: {as_percent(share)}" for place, share in positions)
+    yield Text(f"by position {shares or 'no recent round with a tree'}")
+    parts = (f"{name} {as_number(value, 1)}" for name, value in figures["round_ms"].items())
+    yield Text(f"a round, ms {'  '.join(parts)}")
     yield Text()
     yield from as_lines("last decisions", picture["decisions"][-SHOWN_DECISIONS:])
 
@@ -235,39 +221,19 @@ def _process(process: Picture) -> str:
 def _devices(workers: Sequence[Picture]) -> RenderableType:
     if not workers:
         return Text("no worker is registered")
-    table = as_table(
-        ("worker", ""),
-        ("device", ""),
-        ("busy", ""),
-        ("lately", ""),
-        ("waited for", "right"),
-        ("just now", ""),
-        ("sess.", "right"),
-    )
+    left = (("worker", ""), ("device", ""), ("busy", ""), ("lately", ""))
+    table = as_table(*left, ("waited for", "right"), ("just now", ""), ("sess.", "right"))
     for worker in workers:
         shares = [share for _, share in worker["history"]][-TREND:]
         standing = "".join(f" {word}" for word in ("standby", "leaving", "stuck") if worker[word])
         name = Text(worker["name"] + standing)
-        busy = Text.assemble(
-            (as_bar(worker["busy"] or 0.0), "cyan"), f" {as_percent(worker['busy']):>5}"
-        )
+        share = as_percent(worker["busy"])
+        busy = Text.assemble((as_bar(worker["busy"] or 0.0), "cyan"), f" {share:>5}")
         waited = "" if worker.get("waited_for") is None else as_percent(worker["waited_for"])
-        now = (
-            ""
-            if worker["busy"] is None
-            else "works"
-            if not worker["waiting"]
-            else DOING.get(worker["waiting"], "idle")
-        )
-        table.add_row(
-            name,
-            Text(worker["device"]),
-            busy,
-            Text(as_trend(shares, 1.0), "cyan"),
-            waited,
-            now,
-            str(worker["sessions"]),
-        )
+        now = DOING.get(worker["waiting"], "idle") if worker["waiting"] else "works"
+        now = now if worker["busy"] is not None else ""
+        device, trend = Text(worker["device"]), Text(as_trend(shares, 1.0), "cyan")
+        table.add_row(name, device, busy, trend, waited, now, str(worker["sessions"]))
     return table
 
 
@@ -282,21 +248,11 @@ def _sessions(sessions: Sequence[Picture], chosen: int | None) -> RenderableType
     )
     for one in sessions:
         last = "now" if one["quiet_s"] < 2 else f"{one['quiet_s']:.0f} s"
-        figures = (
-            as_number(one["tau"], 2),
-            as_percent(one["acceptance_rate"]),
-            as_number(one["tokens_per_s"], 1),
-            last,
-        )
+        rates = (as_number(one["tau"], 2), as_percent(one["acceptance_rate"]))
+        figures = (*rates, as_number(one["tokens_per_s"], 1), last)
         number = f"{'> ' if one['session'] == chosen else ''}{one['session']}"
-        table.add_row(
-            number,
-            Text(one["draft"] or "none"),
-            Text(one["target"]),
-            str(one["length"]),
-            str(one["round"]),
-            *figures,
-        )
+        pair = (Text(one["draft"] or "none"), Text(one["target"]))
+        table.add_row(number, *pair, str(one["length"]), str(one["round"]), *figures)
     return table
 
 
@@ -312,14 +268,8 @@ def _pairs(pairs: Sequence[Picture]) -> Iterator[RenderableType]:
         )
         on = "on" if pair["speculating"] else "off"
         names = Text(f"{pair['draft']} and {pair['target']}")
-        table.add_row(
-            names,
-            on,
-            str(pair["rounds"]),
-            as_percent(pair["hit_rate"]),
-            as_number(pair["gamma"], 1),
-            *rates,
-        )
+        hits, gamma = as_percent(pair["hit_rate"]), as_number(pair["gamma"], 1)
+        table.add_row(names, on, str(pair["rounds"]), hits, gamma, *rates)
     yield Text()
     yield table
 
@@ -347,14 +297,9 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
     )
     yield "memory", f"{worker['rss_mb']:,.0f} MB RSS"
     yield "binding", worker["binding"] or "not said"
-    clock = (
-        "not compared"
-        if worker["clock_bound_us"] is None
-        else f"known within ± {worker['clock_bound_us']:.0f} µs"
-    )
-    features = (
-        f", features {worker['feature_bytes']} bytes a token" if worker["feature_bytes"] else ""
-    )
+    bound, size = worker["clock_bound_us"], worker["feature_bytes"]
+    clock = "not compared" if bound is None else f"known within ± {bound:.0f} µs"
+    features = f", features {size} bytes a token" if size else ""
     yield (
         "link",
         f"round trip at best {as_number(worker['round_trip_us'], 0)} µs, clock {clock}, "
@@ -378,12 +323,8 @@ def tree_lines(tree: Picture | None) -> Iterator[RenderableType]:
         yield Text("no recent round")
         return
     hit = ", a hit" if tree["hit"] else ""
-    counts = (
-        f"{tree['offered']} nodes offered, {tree['verified']} verified, {tree['accepted']} "
-        f"accepted{hit}"
-        if tree["offered"]
-        else "nothing was drafted"
-    )
+    counts = f"{tree['offered']} nodes offered, {tree['verified']} verified, {tree['accepted']} "
+    counts = f"{counts}accepted{hit}" if tree["offered"] else "nothing was drafted"
     yield Text.assemble(
         ("tree ", "bold"), f"of session {tree['session']}, round {tree['round']}: {counts}"
     )
@@ -417,15 +358,11 @@ def _branches(tree: Picture) -> Iterator[Text]:
 
 
 def _node(tree: Picture, node: int, bonus: int) -> Text:
-    kind = "b" if node == bonus else tree["fates"][node]
-    mark, _, style = MARKS[kind]
-    text = (
-        tree["bonus"]
-        if node == bonus
-        else tree["texts"][node]
-        if tree["texts"] is not None
-        else None
-    )
-    rank = "" if node == bonus else f"{node + 1} "
-    likely = "" if node == bonus else f"  {100 * tree['likely'][node]:.0f} %"
+    if node == bonus:
+        mark, _, style = MARKS["b"]
+        text, rank, likely = tree["bonus"], "", ""
+    else:
+        mark, _, style = MARKS[tree["fates"][node]]
+        text = tree["texts"][node] if tree["texts"] is not None else None
+        rank, likely = f"{node + 1} ", f"  {100 * tree['likely'][node]:.0f} %"
     return Text.assemble((f"{mark} {rank}", style), (text or "", style), (likely, "dim"))

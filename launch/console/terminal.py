@@ -139,18 +139,12 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[str], None]]:
     if not total or not sys.stderr.isatty():
         yield lambda _: None
         return
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
-    names = TextColumn(unit), TimeRemainingColumn(), TextColumn("{task.description}")
-    columns = BarColumn(), MofNCompleteColumn(), *names
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    names = bars.TextColumn(unit), bars.TimeRemainingColumn(), bars.TextColumn("{task.description}")
+    columns = bars.BarColumn(), bars.MofNCompleteColumn(), *names
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda text: progress.update(task, advance=1, description=text)
 
@@ -192,22 +186,17 @@ def print_table(
         (None, None) if sys.stdout.isatty() else (WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL)
     )
     console = Console(width=width, height=height)
-    widths = [
-        _least_width(heading, [row[index] for row in rows], whole=whole)
-        for index, heading in enumerate(headings)
-    ]
-    for columns in beside_each_other(widths, console.width - GAP, keys):
+    columns = [[row[index] for row in rows] for index in range(len(headings))]
+    pairs = zip(headings, columns, strict=True)
+    widths = [_least_width(heading, cells, whole=whole) for heading, cells in pairs]
+    for shown in beside_each_other(widths, console.width - GAP, keys):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for index in columns:
-            numeric = all(_is_number(row[index]) for row in rows)
-            table.add_column(
-                headings[index],
-                justify="right" if numeric else "left",
-                overflow="fold",
-                min_width=widths[index],
-            )
+        for index in shown:
+            side: Any = "right" if all(map(_is_number, columns[index])) else "left"
+            width = widths[index]
+            table.add_column(headings[index], justify=side, overflow="fold", min_width=width)
         for row in rows:
-            table.add_row(*(format_cell(row[index]) for index in columns))
+            table.add_row(*(format_cell(row[index]) for index in shown))
         console.print(table, markup=False)
 
 
@@ -310,10 +299,8 @@ def of_worker(hello: Hello, address: str) -> str:
         gets.append("proposed token ids")
         sends.append("their margins (log-probabilities if requested)")
         if hello.states is not None:
-            sends.append(
-                f"for a draft that reads them, hidden states of 2 x {hello.states.width} bytes "
-                "a token and layer"
-            )
+            size = f"2 x {hello.states.width} bytes a token and layer"
+            sends.append(f"for a draft that reads them, hidden states of {size}")
     else:
         sends.append("their scores")
     if reads is not None:
@@ -333,17 +320,13 @@ def of_request(address: str, state: Reported) -> str:
         for worker in state.workers
         if not (worker.standby or worker.leaving)
     ]
-    return "; ".join(
-        (
-            f"over {address}: the prompt is sent as text, text and token ids are returned",
-            *hops,
-            NEVER,
-        )
-    )
+    text = f"over {address}: the prompt is sent as text, text and token ids are returned"
+    return "; ".join((text, *hops, NEVER))
 
 
 def _to_worker(worker: WorkerState) -> str:
-    return f"go token ids{f' and hidden states of {worker.feature_bytes} bytes a token' if worker.feature_bytes else ''}"  # noqa: E501
+    states = f" and hidden states of {worker.feature_bytes} bytes a token"
+    return f"go token ids{states if worker.feature_bytes else ''}"
 
 
 def _listed(parts: list[str]) -> str:

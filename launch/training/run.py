@@ -73,9 +73,8 @@ def train_head(wish: TrainingOptions) -> "Trained | None":
     if (wish.features is None) == (not wish.data):
         raise UserError("give either --data FILE, or --features DIR from `dovetail features`")
     if wish.regenerate and not wish.data:
-        raise UserError(
-            "--regenerate needs --data; for --features use `dovetail features --regenerate`"
-        )
+        remedy = "for --features use `dovetail features --regenerate`"
+        raise UserError(f"--regenerate needs --data; {remedy}")
     check_charts("the card of a head, which has pictures,")
     from dovetail.workers.training.folder import workplace
     from dovetail.workers.training.process_group import ALONE, Accelerated
@@ -99,17 +98,11 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
     target = read_target(name)
     origin = features.origin
     if origin.digest != target.digest:
-        raise UserError(
-            f"the features are of {origin.target} (checkpoint {origin.digest[:12]}), not of {name} "
-            f"({target.digest[:12]})"
-        )
+        other = f"{origin.target} (checkpoint {origin.digest[:12]})"
+        raise UserError(f"the features are of {other}, not of {name} ({target.digest[:12]})")
     shape, plan = _shape(wish, features, target), _plan(wish, target, peers)
-    about = {
-        "target": target.digest,
-        "taps": features.origin.taps,
-        "data": features.digest,
-        "begin": wish.begin,
-    }
+    about: dict[str, Any] = {"target": target.digest, "data": features.digest}
+    about |= {"taps": features.origin.taps, "begin": wish.begin}
 
     def prepare(head: "TrainableHead") -> None:
         if wish.begin == "target":
@@ -137,12 +130,8 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
         **curves(trained),
     }
     with place.result() as folder:
-        write_head(
-            folder,
-            trained.head,
-            config_of(shape, trained_for=target.digest, taps=features.origin.taps),
-            texts,
-        )
+        config = config_of(shape, trained_for=target.digest, taps=features.origin.taps)
+        write_head(folder, trained.head, config, texts)
     return trained
 
 
@@ -171,32 +160,22 @@ def _features(wish: TrainingOptions) -> "tuple[Features, str]":
 def _shape(wish: TrainingOptions, features: "Features", target: "TargetParts") -> "HeadShape":
     from dovetail.workers.training.folder import shape_for
 
-    own = wish.chosen(recipe=False)
-    choices = recipe_of(wish.kind).choices(
-        own, taps=features.origin.taps, vocabulary_size=features.origin.vocabulary_size
-    )
-    return shape_for(
-        wish.kind,
-        target,
-        context=features.origin.context,
-        intermediate=wish.intermediate,
-        **choices,
-    )
+    own, origin = wish.chosen(recipe=False), features.origin
+    vocabulary = origin.vocabulary_size
+    kind = recipe_of(wish.kind)
+    choices = kind.choices(own, taps=origin.taps, vocabulary_size=vocabulary)
+    sizes: dict[str, Any] = {"context": origin.context, "intermediate": wish.intermediate}
+    return shape_for(wish.kind, target, **sizes, **choices)
 
 
 def _plan(wish: TrainingOptions, target: "TargetParts", peers: "ProcessGroup") -> "Plan":
     from dovetail.workers.training.recipes import plan_for
     from dovetail.workers.training.trainer import faster_number
 
-    plan = plan_for(
-        wish.kind, target.frozen.embedding.shape[1], None if wish.preset == "auto" else wish.preset
-    )
-    pace = replace(
-        plan.pace,
-        seed=wish.seed,
-        steps=wish.steps,
-        **_given(device=peers.device, minutes=wish.minutes, rate=wish.rate, warm_up=wish.warm_up),
-    )
+    preset = None if wish.preset == "auto" else wish.preset
+    plan = plan_for(wish.kind, target.frozen.embedding.shape[1], preset)
+    own = _given(device=peers.device, minutes=wish.minutes, rate=wish.rate, warm_up=wish.warm_up)
+    pace = replace(plan.pace, seed=wish.seed, steps=wish.steps, **own)
     weights = {
         "feature": wish.feature_weight,
         "cross_entropy": wish.ce_weight,
@@ -205,13 +184,9 @@ def _plan(wish: TrainingOptions, target: "TargetParts", peers: "ProcessGroup") -
         **wish.chosen(recipe=True),
     }
     number = wish.number or faster_number(pace.device)
-    return replace(
-        plan,
-        pace=pace,
-        recipe=replace(plan.recipe, **_given(**weights)),
-        number=number,
-        **_given(batch=wish.batch, length=wish.length),
-    )
+    recipe = replace(plan.recipe, **_given(**weights))
+    sizes = _given(batch=wish.batch, length=wish.length)
+    return replace(plan, pace=pace, recipe=recipe, number=number, **sizes)
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -308,24 +283,19 @@ def _losses(trained: "Trained") -> str:
     ]
     parts += recipe_of(shape.kind).loss_words(shape, recipe)
     alone = trained.plan.alone if recipe.steps > 1 else 0.0
-    first = (
-        f" (one for the first {alone:.0%} of the run: hence the jump of the loss)" if alone else ""
-    )
-    parts.append(
-        f"{recipe.steps} training-time step(s){first}, each {recipe.decay:g} of the one before"
-    )
+    jump = f" (one for the first {alone:.0%} of the run: hence the jump of the loss)"
+    each = f"each {recipe.decay:g} of the one before"
+    parts.append(f"{recipe.steps} training-time step(s){jump if alone else ''}, {each}")
     return "; ".join(parts)
 
 
 def _more(trained: "Trained", vocabulary: int) -> str:
-    lines = []
-    if trained.checks[-1].contrast is not None:
-        lines.append(
-            f"| accepted at depth 2 from the contrast | {trained.checks[-1].contrast:.1%} |\n"
-        )
-    if trained.draft_coverage is not None and trained.head.shape.own_vocabulary < vocabulary:
-        lines.append(f"| tokens of the data that it can propose | {trained.draft_coverage:.2%} |\n")
-    return "".join(lines)
+    lines, covered = "", trained.draft_coverage
+    if (share := trained.checks[-1].contrast) is not None:
+        lines += f"| accepted at depth 2 from the contrast | {share:.1%} |\n"
+    if covered is not None and trained.head.shape.own_vocabulary < vocabulary:
+        lines += f"| tokens of the data that it can propose | {covered:.2%} |\n"
+    return lines
 
 
 def log_of(kind: str, origin: "Origin", trained: "Trained") -> dict[str, Any]:
@@ -341,25 +311,15 @@ def log_of(kind: str, origin: "Origin", trained: "Trained") -> dict[str, Any]:
 
 def curves(trained: "Trained") -> Mapping[str, str]:
     checks = trained.checks
-    shares = [
-        Curve(
-            f"depth {depth + 1}", [(check.steps, check.at[depth]) for check in checks], dashed=True
-        )
-        for depth in range(min(3, len(checks[0].at)))
-    ]
+    loss = Curve("loss", [(check.steps, check.loss) for check in checks])
+    found = [Curve("tau", [(check.steps, check.length) for check in checks])]
+    for depth in range(min(3, len(checks[0].at))):
+        shares = [(check.steps, check.at[depth]) for check in checks]
+        found.append(Curve(f"depth {depth + 1}", shares, dashed=True))
+    title, up = "Simulated acceptance on held-out text", "tokens a round; share accepted"
     return {
-        "loss.svg": draw(
-            "Loss of the training",
-            "steps",
-            "loss",
-            [Curve("loss", [(check.steps, check.loss) for check in checks])],
-        ),
-        "acceptance.svg": draw(
-            "Simulated acceptance on held-out text",
-            "steps",
-            "tokens a round; share accepted",
-            [Curve("tau", [(c.steps, c.length) for c in checks]), *shares],
-        ),
+        "loss.svg": draw("Loss of the training", "steps", "loss", [loss]),
+        "acceptance.svg": draw(title, "steps", up, found),
     }
 
 
