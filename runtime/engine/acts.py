@@ -38,11 +38,9 @@ class Acts:
     # of a worker
     send: Callable[[Worker, Message], object]  # send a message that needs no answer
     free: Callable[[Worker], None]  # send its next command, after its answer to the last one
-    admitted: Callable[[Worker], None]
     join: Callable[[Worker], None]  # let it serve sessions from now on
     let_go: Callable[[Worker], None]  # dismiss it; sessions that it still holds continue without it
     lose: Callable[[Worker, str], None]  # treat it as lost although it is connected
-    worker_lost: Callable[[Worker, str], None]
     unreachable: Callable[[Worker], None]  # give it up, because nothing can be sent to it
 
     # of a client

@@ -33,7 +33,6 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.acts import Acts, EngineState, Outcome
-from dovetail.runtime.engine.admission import Admission
 from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.client_requests import ClientRequests, observe
 from dovetail.runtime.engine.faults import aside, reraise_exits, told
@@ -145,7 +144,6 @@ class Coordinator:
         shared = self._shared
         claims = self._claims = Claims(shared)
         post = self._post = Outgoing(self._hub, self._observing, self._acts, later, sent=self._sent)
-        self._admission = Admission(shared, post, claims)
         self._dispatch = CommandSender(shared, post)
         self._sessions = Sessions(shared, self._dispatch, post, begun=self._begun)
         self._answers = WorkerEvents(shared)
@@ -156,7 +154,6 @@ class Coordinator:
             shared,
             post,
             claims,
-            self._admission,
             self._sessions,
             self._dispatch,
             self._status,
@@ -170,12 +167,8 @@ class Coordinator:
         acts.start, acts.perform, acts.cancel = sessions.start, sessions.perform, sessions.cancel
         acts.drop, acts.fail, acts.broken = sessions.drop, sessions.fail, sessions.broken
         acts.forget_on, acts.free = sessions.forget_on, self._dispatch.next
-        acts.admitted, acts.join, acts.let_go = peers.admitted, peers.join, peers.let_go
-        acts.lose, acts.worker_lost, acts.unreachable = (
-            peers.lose,
-            peers.worker_lost,
-            peers.unreachable,
-        )
+        acts.join, acts.let_go = peers.join, peers.let_go
+        acts.lose, acts.unreachable = peers.lose, peers.unreachable
         acts.unanswered, acts.unsaid = peers.unanswered, peers.unsaid
         acts.client_lost, acts.client_deaf = peers.client_lost, peers.client_deaf
         acts.send, acts.reply = post.to_worker, post.reply
@@ -196,7 +189,7 @@ class Coordinator:
         try:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
         except DecodeError as error:
-            aside(self._admission.strike, peer, error)
+            aside(self._peers.strike, peer, error)
             self._conclude()
             return
         if self._recorder is not None and (known := worker or client) is not None:
@@ -213,7 +206,7 @@ class Coordinator:
                 self._intake.take(client, message, now_ns)  # type: ignore[arg-type]
             else:
                 aside(self._post.bid_farewell)
-                self._admission.newcomer(peer, message, now_ns)
+                self._peers.newcomer(peer, message, now_ns)
         except StaleError as error:
             self._dropped.stale += not isinstance(error, OverError)
         except BaseException as error:
@@ -276,7 +269,7 @@ class Coordinator:
     def tick(self) -> None:
         """Do whatever is due: probe workers, give up on late drafts and waiting sessions, retry
         undelivered replies."""
-        aside(self._admission.let_revoked_go)
+        aside(self._peers.let_revoked_go)
         aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
         for worker in list(self.registry.workers.values()):

@@ -1,5 +1,5 @@
-"""Watches the peers: probes workers and gives up silent ones; removes clients that do not read,
-with their requests."""
+"""Watches the peers: admits them, probes workers and gives up silent ones, and removes clients that
+do not read, and peers whose messages break the protocol or whose keys were revoked."""
 
 import logging
 from collections import deque
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import ParamSpec
 
-from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Drain, Probe, Welcome
-from dovetail.runtime.engine.admission import LOST_KEY, Admission
+from dovetail.protocol.codec import encode
+from dovetail.protocol.errors import DecodeError, RequestError, StaleError
+from dovetail.protocol.messages import MAX_STRIKES, Drain, Engage, Event, Hello, Probe, Welcome
+from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.faults import aside, fault, refusal
 from dovetail.runtime.engine.outgoing import Outgoing
@@ -23,6 +24,9 @@ from dovetail.runtime.fleet.peers import DEAF, LEAST_S, ClientPeer, Worker
 log = logging.getLogger("dovetail.coordinator")
 P = ParamSpec("P")
 
+MAX_STRUCK_PEERS = 4096
+LOST_KEY = "lost its key"
+
 
 class Peers:
     """Watches workers and clients."""
@@ -32,7 +36,6 @@ class Peers:
         shared: Shared,
         post: Outgoing,
         claims: Claims,
-        admission: Admission,
         sessions: Sessions,
         dispatch: CommandSender,
         status: Status,
@@ -44,12 +47,127 @@ class Peers:
         self._census, self._placement, self._moving = shared.census, shared.placement, shared.moving
         self._changes, self._failing, self._tally = shared.changes, shared.failing, shared.tally
         self._settings, self._now_ns = shared.settings, shared.now_ns
-        self._running = shared.running
-        self._post, self._admission, self._sessions = post, admission, sessions
+        self._running, self._shared = shared.running, shared
+        self._post, self._sessions = post, sessions
         self._dispatch, self._status, self._claims = dispatch, status, claims
         self._decide = decide
         self._gone: deque[tuple[Worker, str]] = deque()
         """Unregistered workers whose sessions have not been handled yet, each with the reason."""
+        self._strikes: dict[bytes, int] = {}
+
+    # -- who is admitted ---------------------------------------------------------------------------
+
+    def strike(self, peer: bytes, error: DecodeError) -> None:
+        """Count a message that breaks the protocol; after too many the peer is ignored. A client
+        gets a failure for its request, unless one of that number is running. A worker that owes an
+        answer is ignored at once: if this was the answer, its session would wait in vain."""
+        self._shared.dropped.refused += 1
+        if len(self._strikes) > MAX_STRUCK_PEERS:
+            self._strikes.clear()
+        worker = self._registry.workers.get(peer)
+        strikes = self._strikes[peer] = self._strikes.get(peer, 0) + 1
+        if strikes == 1:
+            log.warning("a message of peer %s was dropped: %s", peer.hex()[:12], error)
+        client = self._registry.clients.get(peer)
+        if (
+            client is not None
+            and error.request is not None
+            and strikes < MAX_STRIKES
+            and not self._claims.is_open(client, error.request)
+        ):
+            text = f"{error}: is the coordinator's version that of this client?"
+            unread = RequestError("protocol", f"the coordinator cannot read this request: {text}")
+            self._post.to_client(client, refusal(self._service.epoch, unread, error.request))
+        if strikes == MAX_STRIKES or (worker is not None and worker.turns.owed):
+            log.warning(
+                "peer %s broke the protocol and is ignored from now on (%d)",
+                peer.hex()[:12],
+                strikes,
+            )
+            self._strikes[peer] = max(strikes, MAX_STRIKES)
+            self._fail(
+                peer, "protocol", f"{strikes} messages broke the protocol: {str(error)[:200]}"
+            )
+            if worker is not None:
+                self.worker_lost(worker, "broke the protocol")
+            if client is not None:
+                self.client_lost(client)
+
+    def newcomer(self, peer: bytes, message: Event | ClientRequest, now_ns: int) -> None:
+        """Register a peer that sent Hello, if it fits the registered ones."""
+        if self._strikes.get(peer, 0) >= MAX_STRIKES:
+            self._shared.dropped.refused += 1
+            return
+        if not isinstance(message, Hello):
+            self._fail(
+                peer, "session", "this peer is not registered here: send Hello first, or reconnect"
+            )
+            raise StaleError("an unregistered peer sent a session command")
+        try:
+            admitted = self._registry.admit(peer, message, self._hub.user(peer), now_ns)
+        except RequestError as error:
+            self.refuse(peer, error)
+            return
+        keeps = self._claims.keep(admitted) if isinstance(admitted, Worker) else ()
+        journal = self._shared.journal is not None and not self._shared.journal.failed
+        welcome = Welcome(epoch=self._service.epoch, keeps=keeps, journal=journal)
+        reached = self._post.reaches(peer, welcome)
+        if isinstance(admitted, Worker):
+            self._let_in(admitted)
+        elif not reached:  # it left before this coordinator started, and is not probed
+            self.client_lost(admitted)
+
+    def _let_in(self, worker: Worker) -> None:
+        hello = worker.hello
+        log.info(
+            "%s worker %s registered: %s on %s, %s",
+            "/".join(hello.roles),
+            hello.name,
+            hello.model,
+            hello.device,
+            hello.fingerprint or "no fingerprint",
+        )
+        if worker.plays("target"):
+            for misfit, reason in self._registry.misfits(worker):
+                self.refuse(misfit.peer, reason)
+                self.worker_lost(misfit, "does not fit the target")
+        for warning in self._registry.warnings(worker):
+            log.warning("%s", warning)
+        if hello.standby and not worker.standby:
+            self._post.to_worker(worker, Engage(epoch=self._service.epoch))
+        self.admitted(worker)
+
+    def refuse(self, peer: bytes, error: RequestError) -> None:
+        """Send a peer the reason for refusing or ignoring it."""
+        self._shared.dropped.refused += 1
+        log.warning("refused: %s", error)
+        self._post.reaches(peer, refusal(self._service.epoch, error))
+
+    def _fail(self, peer: bytes, code: str, text: str) -> None:
+        self._post.reaches(peer, refusal(self._service.epoch, RequestError(code, text)))
+
+    def let_go_if_revoked(self, worker: Worker) -> bool:
+        """Notify a worker whose key was revoked or lost its role. Return False if its key is valid,
+        or was when it disconnected."""
+        key = self._hub.user(worker.peer)
+        if key is None or not key.public or key.may_be(worker.hello.roles):
+            return False
+        revoked = RequestError("session", "the coordinator no longer allows the key of this worker")
+        self._hub.turn_away(worker.peer, encode(refusal(self._service.epoch, revoked)))
+        return True
+
+    def let_revoked_go(self) -> None:
+        """Remove peers whose keys were revoked or lost their roles: their messages no longer
+        arrive."""
+        for worker in list(self._registry.workers.values()):
+            if self.let_go_if_revoked(worker):
+                self.worker_lost(worker, LOST_KEY)
+        for client in list(self._registry.clients.values()):
+            key = self._hub.user(client.peer)
+            if key is not None and not key.may_be(client.hello.roles):
+                self.client_lost(client)
+
+    # -- who stays ---------------------------------------------------------------------------------
 
     def admitted(self, worker: Worker) -> None:
         """Probe an admitted worker, and let it serve sessions unless it is on standby."""
@@ -97,7 +215,7 @@ class Peers:
     def unreachable(self, worker: Worker) -> None:
         """Give up a worker to which nothing can be sent: it has disconnected, or its key was
         revoked. In the second case it is notified, since it would wait for ever."""
-        revoked = self._admission.let_go_if_revoked(worker)
+        revoked = self.let_go_if_revoked(worker)
         self.worker_lost(worker, LOST_KEY if revoked else "disconnected")
 
     def client_lost(self, client: ClientPeer) -> None:
@@ -216,4 +334,4 @@ class Peers:
         if (worker := self._registry.workers.get(peer)) is not None:
             self.worker_lost(worker, "could not be admitted")
         self._registry.clients.pop(peer, None)
-        aside(self._admission.refuse, peer, fault(error))
+        aside(self.refuse, peer, fault(error))

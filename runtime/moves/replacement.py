@@ -11,7 +11,7 @@ would have. A worker that leaves without a newcomer follows the same steps, with
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -62,114 +62,6 @@ class Trial:
     name: TrialName
     target: bytes
     draft: bytes | None = None
-
-
-class Trials:
-    """Runs trials and receives their results."""
-
-    def __init__(self, state: EngineState) -> None:
-        self._epoch, self._registry = state.epoch, state.registry
-        self._placement, self._acts, self._now_ns = state.placement, state.acts, state.now_ns
-        self._running: dict[TrialName, RunningRequest] = {}
-        self._ended: deque[tuple[TrialName, Finished | Failed, bool]] = deque()
-        self._heard = False
-
-    def heard(self) -> bool:
-        """Return whether a trial has made progress since the last call."""
-        heard, self._heard = self._heard, False
-        return heard
-
-    def ended(self) -> Iterator[tuple[TrialName, Finished | Failed, bool]]:
-        """Yield ended trials, and whether the draft of each worked."""
-        while self._ended:
-            ended = self._ended.popleft()
-            self._running.pop(ended[0], None)
-            yield ended
-
-    def abandon(self) -> None:
-        """End the running trials."""
-        ended = [*self._running.values()]
-        self._running.clear()
-        for running in ended:
-            self._acts.drop(running)
-
-    def forget(self) -> None:
-        """Forget the trials that have ended."""
-        self._ended.clear()
-
-    def plan(self, newcomer: Worker, role: Role, old: Worker | None) -> list[Trial]:
-        """Return a newcomer's trials: as a draft for the present target; as a target alone, with
-        the draft, and compared with a target of equal fingerprint."""
-        if role == "draft":
-            target = self._placement.target(
-                lambda target: self._placement.goes_with(newcomer, target)
-            )
-            if target is None:
-                raise RequestError(
-                    "no_target",
-                    f"there is no target worker to test {newcomer.name} with: start one first",
-                )
-            return [Trial("drafted", target.peer, newcomer.peer)]
-        draft = self._placement.draft(newcomer)
-        same = [
-            other
-            for other in self._registry.workers.values()
-            if other.plays("target") and other.available and _decides_as(other, newcomer)
-        ]
-        reference = old if old in same else next(iter(same), None)
-        return [
-            Trial("alone", newcomer.peer),
-            *([Trial("drafted", newcomer.peer, draft.peer)] if draft is not None else []),
-            *([Trial("before", reference.peer)] if reference is not None else []),
-        ]
-
-    def begin(self, trial: Trial) -> None:
-        """Run a trial, and receive its messages as the client."""
-        target = self._registry.workers.get(trial.target)
-        draft = self._registry.workers.get(trial.draft or b"")
-        try:
-            if target is None or (trial.draft is not None and draft is None):
-                raise RequestError("worker_lost", "its partner disconnected")
-            submit = Submit(
-                epoch=self._epoch,
-                request=0,
-                tokens=trial_tokens(target),
-                sampling=Sampling(temperature=1.0),
-                max_tokens=TRIAL_TOKENS,
-                seed=TRIAL_SEED,
-                end=(),
-                tree=TRIAL_TREE,
-            )
-            running = self.session(submit, target, draft, partial(self._hear, trial.name, draft))
-        except RequestError as error:
-            self._ended.append((trial.name, refusal(self._epoch, error), False))
-            return
-        self._running[trial.name] = running
-        self._acts.start(running)
-
-    def session(
-        self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
-    ) -> RunningRequest:
-        """Return a session for an internal request on these workers; `hear` receives its messages.
-        Raises `RequestError` if it cannot be tokenized."""
-        request = attempt(submit, target)
-        if isinstance(request, RequestError):
-            raise request
-        hello = Hello(epoch=self._epoch, roles=("client",), name="trial", host="", pid=os.getpid())
-        ours = ClientPeer(b"", hello, hear=hear)
-        return self._placement.try_out(ours, submit, target, draft, request, self._now_ns())
-
-    def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
-        """Receive a trial's message; a draft that was lost meanwhile has not failed."""
-        self._heard = True
-        if isinstance(message, Finished | Failed):
-            draft_sync, gone = (
-                self._running[name].session.draft_sync,
-                draft is not None and draft.peer not in self._registry.workers,
-            )
-            self._ended.append(
-                (name, message, gone or (draft_sync is not None and draft_sync.rows > 0))
-            )
 
 
 def _decides_as(one: Worker, other: Worker) -> bool:
@@ -259,7 +151,11 @@ class Changes:
         self._running, self._registry = state.running, state.registry
         self._moving, self._ahead = moving, ahead
         self._change: Change | None = None
-        self._trials = Trials(state)
+        self._placement, self._now_ns = state.placement, state.now_ns
+        self._trials: dict[TrialName, RunningRequest] = {}
+        self._ended: deque[tuple[TrialName, Finished | Failed, bool]] = deque()
+        """Trials that have ended, and whether the draft of each worked."""
+        self._progressed = False  # True if a trial has made progress since the last step
 
     @property
     def under_way(self) -> bool:
@@ -286,13 +182,13 @@ class Changes:
                 f"{old.name} is not a {role} worker: name one that {newcomer.name} can replace",
             )
         self._registry.check_place(newcomer)
-        trials = self._trials.plan(newcomer, role, old)
+        trials = self._plan(newcomer, role, old)
         change = Change(role, newcomer, old, client, asked.request, now_ns, trials)
         self._change = change
         self._say(change, f"{newcomer.name} is tested")
         for trial in [*trials]:
             if self._change is change:
-                self._trials.begin(trial)
+                self._try(trial)
 
     def dismiss(self, client: ClientPeer, asked: Dismiss, now_ns: int) -> None:
         """Begin to drain a worker; raise `RequestError` with the reason of a refusal."""
@@ -345,9 +241,12 @@ class Changes:
 
     def step(self, now_ns: int) -> None:
         """Advance the change after an event or a tick."""
-        if self._change is not None and self._trials.heard():
+        if self._change is not None and self._progressed:
             self._change.heard_ns = now_ns
-        for name, end, drafted in self._trials.ended():
+        self._progressed = False
+        while self._ended:
+            name, end, drafted = self._ended.popleft()
+            self._trials.pop(name, None)
             if self._change is not None and self._change.phase is Phase.TRYING:
                 self._tried(self._change, name, end, drafted=drafted)
         if (change := self._change) is not None and change.phase is Phase.TRYING:
@@ -362,7 +261,7 @@ class Changes:
             return
         if change.old is not None:
             change.old.leaving = False
-        self._trials.abandon()
+        self._abandon_trials()
         if change.newcomer is not None and change.newcomer.standby:
             self._acts.let_go(change.newcomer)
         self._end(
@@ -400,6 +299,86 @@ class Changes:
             self._change.longest_pause_ns = max(self._change.longest_pause_ns, pause_ns)
 
     # -- the trials --------------------------------------------------------------------------------
+
+    def _plan(self, newcomer: Worker, role: Role, old: Worker | None) -> list[Trial]:
+        """Return a newcomer's trials: as a draft for the present target; as a target alone, with
+        the draft, and compared with a target of equal fingerprint."""
+        if role == "draft":
+            target = self._placement.target(
+                lambda target: self._placement.goes_with(newcomer, target)
+            )
+            if target is None:
+                raise RequestError(
+                    "no_target",
+                    f"there is no target worker to test {newcomer.name} with: start one first",
+                )
+            return [Trial("drafted", target.peer, newcomer.peer)]
+        draft = self._placement.draft(newcomer)
+        same = [
+            other
+            for other in self._registry.workers.values()
+            if other.plays("target") and other.available and _decides_as(other, newcomer)
+        ]
+        reference = old if old in same else next(iter(same), None)
+        return [
+            Trial("alone", newcomer.peer),
+            *([Trial("drafted", newcomer.peer, draft.peer)] if draft is not None else []),
+            *([Trial("before", reference.peer)] if reference is not None else []),
+        ]
+
+    def _try(self, trial: Trial) -> None:
+        """Run a trial, and receive its messages as the client."""
+        target = self._registry.workers.get(trial.target)
+        draft = self._registry.workers.get(trial.draft or b"")
+        try:
+            if target is None or (trial.draft is not None and draft is None):
+                raise RequestError("worker_lost", "its partner disconnected")
+            submit = Submit(
+                epoch=self._epoch,
+                request=0,
+                tokens=trial_tokens(target),
+                sampling=Sampling(temperature=1.0),
+                max_tokens=TRIAL_TOKENS,
+                seed=TRIAL_SEED,
+                end=(),
+                tree=TRIAL_TREE,
+            )
+            running = self.trial(submit, target, draft, partial(self._hear, trial.name, draft))
+        except RequestError as error:
+            self._ended.append((trial.name, refusal(self._epoch, error), False))
+            return
+        self._trials[trial.name] = running
+        self._acts.start(running)
+
+    def trial(
+        self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
+    ) -> RunningRequest:
+        """Return a session for an internal request on these workers; `hear` receives its messages.
+        Raises `RequestError` if it cannot be tokenized."""
+        request = attempt(submit, target)
+        if isinstance(request, RequestError):
+            raise request
+        hello = Hello(epoch=self._epoch, roles=("client",), name="trial", host="", pid=os.getpid())
+        ours = ClientPeer(b"", hello, hear=hear)
+        return self._placement.try_out(ours, submit, target, draft, request, self._now_ns())
+
+    def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
+        """Receive a trial's message; a draft that was lost meanwhile has not failed."""
+        self._progressed = True
+        if isinstance(message, Finished | Failed):
+            draft_sync, gone = (
+                self._trials[name].session.draft_sync,
+                draft is not None and draft.peer not in self._registry.workers,
+            )
+            self._ended.append(
+                (name, message, gone or (draft_sync is not None and draft_sync.rows > 0))
+            )
+
+    def _abandon_trials(self) -> None:
+        """End the running trials."""
+        ended, self._trials = [*self._trials.values()], {}
+        for running in ended:
+            self._acts.drop(running)
 
     def _tried(
         self, change: Change, name: TrialName, end: Finished | Failed, *, drafted: bool
@@ -570,7 +549,7 @@ class Changes:
             self._end(change, failure)
 
     def _let_go(self, worker: Worker) -> None:
-        self._trials.abandon()
+        self._abandon_trials()
         if self._registry.workers.get(worker.peer) is worker:
             self._acts.let_go(worker)
 
@@ -603,7 +582,7 @@ class Changes:
                 self._service.drained.update(change.old.hello.roles)
                 self._acts.decide(f"{change.old.name} was removed")
             self._answer(change, Dismissed.model_validate(figures))
-        self._trials.forget()
+        self._ended.clear()
 
     def _answer(self, change: Change, message: Message) -> None:
         if change.client is not None:

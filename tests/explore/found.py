@@ -6,7 +6,7 @@ from explore.schedules import Fault, Schedule, Wish
 LONG_PROMPT = tuple(range(3, 25))
 LONG_LOG = tuple(range(3, 40))
 PROBED = HANDLED.index(("_peers", "probe"))
-STRUCK = HANDLED.index(("_admission", "strike"))
+STRUCK = HANDLED.index(("_peers", "strike"))
 MADE_ROOM = HANDLED.index(("_moving", "make_room"))
 ASKED = HANDLED.index(("_dispatch", "ask"))
 CLOSED = HANDLED.index(("_dispatch", "_close"))

@@ -77,10 +77,9 @@ HANDLERS = {
     ),
     "_intake": "take _submit _change",
     "_starting": "_start _run admit",
-    "_peers": "admitted join probe look_after",
+    "_peers": "admitted join probe look_after strike newcomer",
     "_sessions": "start plan cancel close_on _next_round",
     "_dispatch": "ask resume _left _close _postpone _release",
-    "_admission": "strike newcomer",
     "_moving": (
         "seek drop_draft draft_failed lose_target disconnect resettle tick make_room "
         "move refuge has_room suits _recover"

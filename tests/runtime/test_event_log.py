@@ -401,7 +401,7 @@ def test_trials_are_in_no_round() -> None:
     submit = Submit(
         epoch=1, request=1, tokens=PROMPT, sampling=Sampling(), max_tokens=5, tree=TreeSettings()
     )
-    trial = house.coordinator._changes._trials.session(submit, target, None, heard.append)
+    trial = house.coordinator._changes.trial(submit, target, None, heard.append)
     house.coordinator._sessions.start(trial)
     house.run()
     assert heard
