@@ -28,7 +28,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package `dovetail`, without extras."""
     folder = tmp_path_factory.mktemp("core")
     tree = folder / "dovetail"
-    left_out = shutil.ignore_patterns("__pycache__", ".*_cache", "recorded", "benchmarks", "soak")
+    left_out = shutil.ignore_patterns(".*_cache", "recorded", "benchmarks", "soak")
     for part in ("protocol", "runtime", "workers", "launch", "tests"):
         shutil.copytree(ROOT / part, tree / part, ignore=left_out)
     shutil.copy(ROOT / "pyproject.toml", tree)

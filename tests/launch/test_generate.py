@@ -678,6 +678,12 @@ def test_a_file_that_holds_anything_else_is_refused_and_stays_as_it_is(
     assert path.read_text() == content
 
 
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/null", "/dev/zero", "/"])
+def test_answers_go_to_a_regular_file_only(path: str) -> None:
+    with pytest.raises(UserError, match="is not a regular file"), open_answers(Path(path)):
+        pass
+
+
 def test_the_answers_do_not_go_to_the_file_of_the_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

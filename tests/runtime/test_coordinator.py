@@ -794,6 +794,16 @@ def test_sessions_with_a_head_and_without_share_a_target() -> None:
     )
 
 
+def test_features_count_in_the_bytes_of_a_round() -> None:
+    plain, read = (House(reads=reads).complete(prompt=LONG).result for reads in (None, READS))
+    assert read.rounds == plain.rounds
+    rows = (
+        len(LONG) + len(read.token_ids) - 1 - read.rounds
+    )  # those of the last round are not sent on
+    least, row = 2 * rows, 2 * READS.row
+    assert read.rounds * (read.bytes_per_round - plain.bytes_per_round) > least * row
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

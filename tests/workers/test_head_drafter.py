@@ -623,6 +623,13 @@ SMALL = Shape(8, 3, 3)
 SMALL_TREE = TreeSettings(policy="dynamic", gamma=8, depth=3, width=3)
 
 
+def test_a_token_that_the_target_has_no_row_for_is_refused(head: Head) -> None:
+    with pytest.raises(
+        RequestError, match="token 48 is beyond the vocabulary of 48 of this head's target"
+    ):
+        HeadDrafter(head, Spans(), contrast=False).check_tokens([5, VOCABULARY])
+
+
 def verdict(
     story: Story, proposal: Proposal, random: np.random.Generator
 ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
