@@ -177,7 +177,7 @@ def whole(made: Tokenizer, tokens: Sequence[int]) -> str | None:
 
 @pytest.mark.parametrize("name", ALONE)
 @given(tokens=ids)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 def test_pushed_and_flushed_every_decoder_of_the_library_brings_what_decoding_at_once_does(
     name: str, tokens: list[int]
 ) -> None:
@@ -199,7 +199,7 @@ BEHIND = [[name] for name in ALONE if name not in ("none", "BPE, other suffix")]
 
 @pytest.mark.parametrize("names", [*BEHIND, LLAMA, GEMMA, ("Fuse", "WordPiece")], ids="+".join)
 @given(prompt=ids, tokens=ids, times=st.sampled_from([1, 1, 9]))
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 def test_a_reply_is_decoded_as_behind_its_prompt(
     names: Sequence[str], prompt: list[int], tokens: list[int], times: int
 ) -> None:

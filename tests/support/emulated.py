@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pytest
 
 FOLDER = Path(__file__).parent / "cuda"
-FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
+FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
 KEPT = Path(os.environ["XDG_CACHE_HOME"]) / "functions"
 """Folder of the compiled functions, which all processes of a test run share; `conftest.py` makes
 the folder above it and removes that with the run."""
