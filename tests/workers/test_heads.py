@@ -387,6 +387,63 @@ def test_a_tree_of_recurrent_rows_computes_each_path_as_if_it_were_alone(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["eagle", "jakiro-4", "jakiro-star-3", "eagle3"])
+def test_only_the_rows_that_are_asked_for_are_predicted(
+    name: str, backend: str, make_case: Callable[[str], Case]
+) -> None:
+    case = make_case(name)
+    head = case.open(backend)
+    tokens, features = case.inputs()
+    whole = chain(head, tokens, features, contrast=True)
+    segment = [Segment(head.new_cache(LENGTH), 0, LENGTH)]
+    some = head.forward(
+        tokens,
+        features,
+        torch.arange(LENGTH),
+        segment,
+        true=True,
+        rows=torch.tensor([2, 8]),
+        contrast=True,
+    )
+    assert_close(some.logits, whole.logits[[2, 8]].double())
+    assert_close(some.states, whole.states[[2, 8]].double())
+    none = head.forward(
+        tokens,
+        features,
+        torch.arange(LENGTH),
+        segment,
+        true=True,
+        rows=torch.empty(0, dtype=torch.int64),
+        contrast=True,
+    )
+    assert none.logits.shape == (0, VOCABULARY)
+    assert none.states.shape == (0, case.variant.hidden)
+    for part in (some, none):
+        assert (part.contrast is None) == (whole.contrast is None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_survivors_of_a_tree_may_lie_between_the_committed_rows_and_the_new_true_ones(
+    backend: str, make_case: Callable[[str], Case]
+) -> None:
+    case = make_case("dovetail-3")
+    head = case.open(backend)
+    tokens, features = case.inputs()
+    expected = chain(head, tokens, features)
+    cache = head.new_cache(40)
+    head.forward(tokens[:5], features[:5], torch.arange(5), [Segment(cache, 0, 5)], true=True)
+    cache.length = 5
+    slots = list(range(12, 12 + LENGTH - 5))
+    segment = Segment(
+        cache, 12, LENGTH - 5, Paths.of(5, [slots[: i + 1] for i in range(len(slots))])
+    )
+    found = head.forward(tokens[5:], features[5:], torch.arange(5, LENGTH), [segment], true=True)
+    assert_close(found.logits, expected.logits[5:].double())
+    cache.keep(slots, len(slots))
+    assert cache.length == LENGTH
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_positions_may_lie_far_beyond_the_trained_length(
     backend: str, make_case: Callable[[str], Case]
 ) -> None:
