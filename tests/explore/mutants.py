@@ -7,13 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from dovetail.protocol.messages import Cancel, Draft
-from dovetail.runtime.engine.client_requests import ClientRequests
 from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.fleet.outbox import Outbox
-from dovetail.runtime.fleet.scheduler import Owed, Turns
-from dovetail.runtime.moves.moving import Moving
-from dovetail.runtime.session.draft_sync import DraftSync
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
 
@@ -37,15 +32,6 @@ class Mutant:
             yield
 
 
-def _any_round(right: Any) -> Any:
-    def answered(self: Turns, session: int, answer: Owed) -> bool:
-        owed = self.owed.get(session)
-        alike = owed is not None and owed.type is answer.type
-        return bool(right(self, session, owed if alike else answer))
-
-    return answered
-
-
 def _twice(right: Any) -> Any:
     def opened(self: Session, event: Any, *rest: Any) -> Any:
         again = self._prompt_read
@@ -57,27 +43,8 @@ def _twice(right: Any) -> Any:
     return opened
 
 
-def _order_stays(right: Any) -> Any:
-    def forget(self: Turns, session: int) -> Any:
-        orders = [e for e in self.waiting if e[0] == session and isinstance(e[1], Draft)]
-        dropped = right(self, session)
-        self.waiting.extend(orders)
-        return dropped
-
-    return forget
-
-
 def _nothing(_right: Any) -> Any:
     return lambda *_, **__: None
-
-
-def _cancel_forgotten(right: Any) -> Any:
-    def take(self: ClientRequests, client: Any, request: Any, now_ns: int) -> Any:
-        if isinstance(request, Cancel) and request.request in client.reading:
-            return
-        yield from right(self, client, request, now_ns)
-
-    return take
 
 
 def _log_too_short(right: Any) -> Any:
@@ -85,15 +52,6 @@ def _log_too_short(right: Any) -> Any:
         return right(self, tokens - 1 if self.tokens and tokens == self.length else tokens, round)
 
     return opened
-
-
-def _untold(right: Any) -> Any:
-    def committed(self: DraftSync, *what: Any, ordered: bool) -> None:
-        more = [*self.more]
-        right(self, *what, ordered=ordered)
-        self.more = more
-
-    return committed
 
 
 def _drops_what_is_refused(right: Any) -> Any:
@@ -118,32 +76,11 @@ def _only_the_first(_right: Any) -> Any:
     return part
 
 
-def _one_more_session(right: Any) -> Any:
-    def forget_draft(self: Moving, running: Any) -> Any:
-        draft = running.draft
-        yield from right(self, running)
-        if draft is not None and draft is not running.target:
-            draft.sessions += 1
-
-    return forget_draft
-
-
 MUTANTS = (
-    Mutant("an answer of another round counts as the one owed", Turns, "answered", _any_round),
-    Mutant("orders to a draft stay when their session is over", Turns, "forget", _order_stays),
-    Mutant(
-        "a cancel is forgotten while a prompt is read", ClientRequests, "take", _cancel_forgotten
-    ),
     Mutant("another target reads a log without its last token", Session, "_open", _log_too_short),
-    Mutant("a draft is not told of rounds without it", DraftSync, "committed", _untold),
     Mutant("what a full queue refuses is dropped", Outbox, "send", _drops_what_is_refused),
     Mutant("of two lost workers one is parted with", Peers, "part", _only_the_first),
-    Mutant(
-        "a draft that is parted with still counts the session",
-        Moving,
-        "_forget_draft",
-        _one_more_session,
-    ),
     Mutant("the token of a lost round is committed twice", Session, "opened", _twice),
     Mutant("sessions of a client that has left go on", Peers, "client_lost", _nothing),
 )
+"""A wrong token, a token too many, a reply that never ends, a worker and a session left behind."""

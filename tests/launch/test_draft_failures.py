@@ -23,9 +23,7 @@ TREE = TreeSettings(policy="dynamic", gamma=15, depth=8, width=10, insist=True)
 TOKENS = 16
 WAYS = {
     "only_below_the_root": "IndexError: the index is on another device",
-    "only_in_depth": "IndexError: the index is on another device",
     "only_sampled": "IndexError: the index is on another device",
-    "only_from_the_second_session": "IndexError: the index is on another device",
     "only_ahead": "IndexError: the index is on another device",
     "in_open": "IndexError: the index is on another device",
     "in_feed": "IndexError: the index is on another device",
@@ -120,7 +118,6 @@ def test_a_draft_that_fails_is_said_and_changes_no_token(
     assert first.round <= found[0].result.rounds
     assert {
         "only_sampled": [False, True] * 2,
-        "only_from_the_second_session": [False, True, True, True],
         "dies": [True, False, False, False],
     }.get(how, [True] * 4) == [failure is not None for failure in said]
     assert state.degraded

@@ -35,26 +35,8 @@ def only_below_the_root() -> None:
     HeadDrafter._compute = fails  # type: ignore[method-assign]
 
 
-def only_in_depth() -> None:
-    _instead(
-        HeadDrafter,
-        "_compute",
-        lambda self, session, nodes, depth: session.tree.levels[nodes].max() >= 2,
-    )
-
-
 def only_sampled() -> None:
     _instead(Grower, "_begin", lambda self, place, order: order.session.ranking.noise is not None)
-
-
-def only_from_the_second_session() -> None:
-    opened: list[object] = []
-
-    def second(self: Any, *rest: Any, **named: Any) -> bool:
-        opened.append(self)
-        return len(opened) > 1
-
-    _instead(HeadDrafter, "open", second)
 
 
 def only_ahead() -> None:
@@ -113,9 +95,7 @@ HOW = {
     way.__name__: way
     for way in (
         only_below_the_root,
-        only_in_depth,
         only_sampled,
-        only_from_the_second_session,
         only_ahead,
         in_open,
         in_feed,
