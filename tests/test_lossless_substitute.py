@@ -164,7 +164,7 @@ def test_a_draft_that_shares_is_of_a_substitute(tmp_path: Path) -> None:
         ),
         (
             {**SUBSTITUTE, "draft.model": str(tmp_path)},
-            "draft.kind = 'substitute' is made of the target: leave draft.model .* out",
+            "draft.kind = 'substitute' is made from the target: leave draft.model .* out",
         ),
         (
             {**SUBSTITUTE, "draft.weights": "fp16"},

@@ -1,12 +1,11 @@
 """Tokens of a round by tree: from recorded rounds (`python tests/simulation record`), or assumed as
 in Sequoia (Chen et al., 2024): the target's choice is the k-th child with probability p q^k, q =
-decay (1 - p), independent of all else; p is fitted to a published acceptance length.
-
-A recording has at each position of a reply, decoded a token a round, a tree larger than any that
+decay (1 - p), independent of everything else; p is fitted to a published acceptance length. A
+recording has, at each position of a reply decoded one token per round, a tree larger than any that
 will be evaluated, and the target's choice. Draft and target share their noise, so one recording
-serves every policy, tree and cost. A folder has `recording.json` and a file a reply. P positions, N
-nodes of one; position i follows the prompt and the first i + 1 tokens of the reply, the last of
-which is the root."""
+serves every policy, tree and cost. A folder has `recording.json` and one file per reply. P
+positions, N nodes at one; position i follows the prompt and the first i + 1 tokens of the reply,
+the last of which is the root."""
 
 import heapq
 import zipfile
@@ -52,7 +51,7 @@ class About(Frozen):
     seed: int
     sharpening: Annotated[float, Field(gt=0.0)]
     nodes: Annotated[int, Field(ge=1)]
-    """Nodes that were expanded at each position, at least."""
+    """The minimum number of nodes expanded at each position."""
     depth: Annotated[int, Field(ge=1)]
     width: Annotated[int, Field(ge=1)]
     """Children of each node."""
@@ -61,12 +60,14 @@ class About(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class Position:
-    """A draft's tree below one root; the children of a node stand side by side, best first."""
+    """A draft's tree below one root; the children of a node are adjacent, best first."""
 
     tokens: Ints
     parents: Ints  # index of the parent, -1: the root
     gains: Floats  # log-probability given the parent
-    expanded: NDArray[np.bool_]  # [N] whether the node's children are here. The root's are
+    expanded: NDArray[
+        np.bool_
+    ]  # [N] whether the node's children are included; the root's always are
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ def _positions(found: dict[str, Any]) -> Iterator[Position]:
 
 
 KEPT = 32
-"""Children of a node that a small model keeps, drafting ahead (`workers/drafters/tree.py`)."""
-STEPS = 40  # halvings of the interval in which p is
+"""Children kept per node by a small model that drafts ahead (`workers/drafters/tree.py`)."""
+STEPS = 40  # bisections of the interval of p
 
 
 class Acceptance(Protocol):
@@ -148,11 +149,11 @@ class Acceptance(Protocol):
         """Describe the source of the numbers."""
 
     def tokens(self, tree: Tree) -> float:
-        """Return the tokens of a round, the target's own included."""
+        """Return the tokens of a round, including the target's own."""
 
     def passes(self, tree: Tree, ahead: float) -> Iterable[tuple[int, float]]:
-        """Return (rows, how many per round) of the draft's passes that a proposal waits for, for
-        the planner's `Draft`."""
+        """Return (rows, number per round) of the draft passes for which a proposal waits, for the
+        planner's `Draft`."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ PUBLISHED = {
 
 
 def published(kind: str, blocks: int = 1) -> Published:
-    """Return what is known of drafts of a kind; `blocks`: the number of a head's blocks, if
+    """Return the known figures of drafts of a kind; `blocks`: the number of a head's blocks, if
     several."""
     if kind not in KINDS:
         return PUBLISHED[kind]
@@ -204,7 +205,7 @@ def figures_of(kind: str) -> Figures:
 
 @dataclass(frozen=True)
 class Assumed:
-    """Children with their own probabilities of being right."""
+    """Children with their own probabilities of acceptance."""
 
     first: float  # p
     decay: float
@@ -231,8 +232,8 @@ class Assumed:
         return _brought(self.first, self.decay, tree)
 
     def passes(self, tree: Tree, ahead: float) -> Iterable[tuple[int, float]]:
-        """Return the passes of the whole tree: of what is kept of drafting ahead nothing is
-        assumed."""
+        """Return the passes of the whole tree: nothing is assumed to be kept from drafting
+        ahead."""
         return tree.passes()
 
 
@@ -251,13 +252,12 @@ def _brought(first: float, decay: float, tree: Tree) -> float:
     return total
 
 
-UNCOUNTED = Assumed(0.0, 0.0, "not counted: depends on how much of a text repeats")
-"""The acceptance of a look-up, which is planned as if it never found anything."""
+UNCOUNTED = Assumed(0.0, 0.0, "not counted: depends on how repetitive a text is")
+"""The acceptance of a look-up, which is assumed never to find anything."""
 
 
 class Recorded:
-    """A draft that has spoken already: rounds are walked through its recorded trees, from the root
-    of one to the root of the next."""
+    """A recorded draft: rounds walk through its recorded trees, from root to root."""
 
     def __init__(self, library: Library, name: str) -> None:
         self.library = library
@@ -269,8 +269,8 @@ class Recorded:
         ]
 
     def tokens(self, tree: Tree) -> float:
-        """Return the tokens of a round. Every level is as wide as the tree allows: what `dynamic`
-        would not have expanded is in it too."""
+        """Return the tokens of a round. Every level is as wide as the tree allows, including nodes
+        that `dynamic` would not have expanded."""
         tokens = rounds = 0
         for walks in self._replies:
             place = 0
@@ -280,8 +280,8 @@ class Recorded:
         return tokens / rounds
 
     def passes(self, tree: Tree, ahead: float) -> Iterable[tuple[int, float]]:
-        """Return the passes of the trees that were recorded. What a head guesses from its own
-        guesses was not recorded, so it drafts nothing ahead here."""
+        """Return the passes of the recorded trees. A head's guesses from its own guesses were not
+        recorded, so here it drafts nothing ahead."""
         nodes = 0 if self.library.about.head else round(ahead)
         if (tree, nodes) not in self._passes:
             self._passes[tree, nodes] = self._count_passes(tree, nodes)
@@ -303,7 +303,7 @@ class Recorded:
         return {rows: count / rounds for rows, count in counts.items() if rows}
 
     def reaches(self, tree: Tree) -> bool:
-        """Return whether so large a tree was recorded."""
+        """Return whether a tree of this size was recorded."""
         about = self.library.about
         return tree.gamma <= about.nodes and tree.depth <= about.depth and tree.width <= about.width
 
@@ -317,8 +317,8 @@ class _Walk:
         self._places: dict[tuple[int, int], Sequence[int]] = {}
 
     def accepted(self, tree: Tree) -> int:
-        """Nodes of the path that a tree has: a beam those that are kept at each level, every other
-        one those among its best."""
+        """Nodes of the path that are in a tree: for a beam those kept at each level, for other
+        policies those among its best."""
         if POLICIES[tree.policy].full_levels:
             return sum(1 for _ in self._beam(tree))
         key = (tree.depth, tree.width)
@@ -327,7 +327,7 @@ class _Walk:
         return sum(place < tree.gamma for place in self._places[key])
 
     def _best_places(self, depth: int, width: int) -> list[int]:
-        """Return for each node of the path how many nodes of such a tree rank higher."""
+        """Return for each node of the path the number of nodes of such a tree that rank higher."""
         there = (self._levels <= depth) & (self._ranks < width)
         path = [node for node in self._path if there[node]]
         scores = self._scores[there]
@@ -343,7 +343,7 @@ class _Walk:
 
     def growth(self, tree: Tree, *, ahead: bool) -> Iterator[Floats]:
         """Yield the scores of the nodes that each pass expands: the root (0), then the best of each
-        level that are among the best so far. `ahead`: the best of it are there already."""
+        level among the best so far. `ahead`: nodes that have been expanded already."""
         yield np.zeros(1, np.float32)
         traits = POLICIES[tree.policy]
         if traits.full_levels:
@@ -361,9 +361,9 @@ class _Walk:
             yield np.sort(self._scores[offered])[-tree.width :]
 
     def least_below(self, accepted: int, tree: Tree, least: float, more: int) -> float:
-        """Return the score in the next tree, whose root follows on `accepted` nodes, from which on
-        nodes have been expanded already, where in this one those from `least` on and the best
-        `more` others have been: a small model says the same below any root."""
+        """Return the score from which on nodes of the next tree, after `accepted` nodes, are
+        already expanded, if in this tree those from `least` on and the best `more` others are: a
+        small model predicts the same below any root."""
         if accepted >= len(self._path):
             return float(np.inf)
         pool = np.sort(self._scores[self._ranks < max(tree.width, KEPT)])[::-1]

@@ -1,5 +1,5 @@
-"""The drafts of a plan: those named, or those that the target could have, with size, settings and
-what they lack. Reads config.json and the names of a head's tensors."""
+"""The drafts of a plan: the named ones, or those that the target could have, with size, settings
+and missing steps. Reads config.json and the names of a head's tensors."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -43,10 +43,10 @@ BUDGET_DEPTHS = (8, 12, 16, 24)
 BUDGET_WIDTH = 32
 BEAM_WIDTH = 6
 BEAM_DEPTHS = (4, 8, 12, 16, 24, 32, 48)
-UNTRAINED = "has to be trained"
+UNTRAINED = "must be trained"
 TRAIN = UNTRAINED + ": dovetail train {kind}{blocks} --target {target} --data CHATS --out HEAD"
-UNASKED = "is used only if given: --draft substitute"
-"""A substitute is a second copy of the target, which `serve` does not choose either."""
+UNASKED = "is used only on request: --draft substitute"
+"""A substitute is a second copy of the target, which `serve` does not choose by itself."""
 HQQ = "needs hqq: pip install 'dovetail[subspec]'"
 
 
@@ -57,7 +57,7 @@ class Candidate:
     kind: str
     name: str
     size: DraftSize
-    settings: DraftSettings  # the settings that start it, but for its device
+    settings: DraftSettings  # the settings that start it, except its device
     acceptance: Acceptance
     blocks: int | None = None  # blocks of a head
     lacks: str = ""  # the steps to take before it can be started; empty: none
@@ -74,15 +74,15 @@ class Candidate:
         )
 
     def shared(self, level_s: Callable[[int, int], float], proposal_s: float) -> Draft:
-        """A substitute in one process with its target, which lends it its resident layers,
-        embedding, head, keys and values."""
+        """A substitute in the process of its target, which shares its resident layers, embedding,
+        head, keys and values."""
         own = self.draft(level_s, proposal_s, on_device=True)
         name = f"{self.name}, one process with the target"
         return replace(own, name=name, device_bytes=self.size.shared_bytes, shares=True)
 
 
 def trees_of(kind: str, acceptance: Acceptance, width: int) -> list[Tree]:
-    """Return the trees that are tried for a draft of a kind; of a recorded draft only recorded
+    """Return the candidate trees for a draft of a kind; for a recorded draft only recorded
     sizes."""
     found = [
         Tree("dynamic", gamma, depth, width)
@@ -115,14 +115,14 @@ class Reader:
         on_device: bool = False,
     ) -> None:
         """`folder_of`: of a model, by folder or hub id; `embedded`: whether drafts come with the
-        target; `width`: of trees, if not the setting; `on_device`: a GPU is there for drafts."""
+        target; `width`: of trees, if not the setting; `on_device`: whether drafts can use a GPU."""
         self._uncoded = target.uncoded if on_device else ""
         self._configuration, self._target, self._recorded = configuration, target, list(recorded)
         self._folder_of, self._embedded = folder_of, embedded
         self._width = configuration.settings.tree.width if width is None else width
 
     def read(self, names: Sequence[str], there: Sequence[str] = ()) -> list[Candidate]:
-        """Return all candidates: those named, or by default the present drafts and those that the
+        """Return all candidates: the named ones, by default the present drafts and those that the
         target could have; `UserError` for a wrong name."""
         self._asked = bool(names)
         names = names or (
@@ -270,10 +270,10 @@ class Reader:
 
 
 def kind_of(folder: Path) -> str:
-    """small, or the kind of head, that a folder holds: by its tensors, or by the architecture that
-    a config.json alone names."""
+    """small, or the kind of head, in a folder: by its tensors or, if there is only a config.json,
+    by its architecture."""
     if weight_paths(folder):
-        from dovetail.workers.heads.files import classify  # torch comes in here
+        from dovetail.workers.heads.files import classify  # imports torch
 
         found = classify(str(folder))
         return "small" if found is None else setting_of(found)

@@ -1,5 +1,5 @@
-"""Weights that fit, and the draft that should help most, for a user who names only a target. Drafts
-in the target's folder and the Hugging Face cache are compared by their config.json and tokenizer.
+"""Weights that fit, and the most promising draft, for a user who names only a target. Drafts in the
+target's folder and the Hugging Face cache are compared by their config.json and tokenizer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ from dovetail.workers.models.checkpoints.hub import cached_folders, local_folder
 if TYPE_CHECKING:
     from dovetail.launch.planning.candidates import Candidate, Reader
 
-SMALLER = 2  # a model may draft for another one that has at least this multiple of its parameters
+SMALLER = 2  # a model may draft for a target with at least this multiple of its parameters
 OWN = {
     "half": "the checkpoint's own 16 bits",
     FILE: "the file's own blocks",
@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 
 def with_choices(configuration: Configuration, say: Say) -> tuple[Configuration, list[str]]:
     """Return settings with weights and draft chosen where the user named none, and the choices in
-    words. Weights are chosen for `dovetail serve MODEL`, drafts for any target but the embedded."""
+    words. Weights are chosen for `dovetail serve MODEL`, drafts for any but the embedded target."""
     try:
         model = configuration.settings.target.model
         folder = local_folder(model) if model else None
@@ -62,7 +62,7 @@ def with_choices(configuration: Configuration, say: Say) -> tuple[Configuration,
 def _with_weights(
     configuration: Configuration, folder: Path | None
 ) -> tuple[Configuration, list[str]]:
-    """The checkpoint's own numbers, if they fit, else int8, or int4 where only that does."""
+    """The checkpoint's own numbers if they fit, else int8, or int4 if only that fits."""
     named_alone = configuration.origins["target.model"] == POSITIONAL
     if not named_alone or configuration.given("target.weights"):
         return configuration, []
@@ -77,7 +77,7 @@ def _with_weights(
     chosen, why = configuration.over("chosen", {"target.weights": own}), OWN[own]
     if own != FILE and not _fits(chosen):  # blocks are no larger than int8
         chosen, why = _in_less(configuration, folder, own)
-    return chosen, [f"weights {chosen.settings.target.weights}: {why}; --weights names others"]
+    return chosen, [f"weights {chosen.settings.target.weights}: {why}; change with --weights"]
 
 
 def _in_less(configuration: Configuration, folder: Path, own: str) -> tuple[Configuration, str]:
@@ -106,8 +106,7 @@ def _fits(configuration: Configuration) -> bool:
 def _with_draft(
     configuration: Configuration, folder: Path | None, say: Say
 ) -> tuple[Configuration, list[str]]:
-    """The draft that the planner expects most of, among those that are there; else a lookup, which
-    needs none."""
+    """The present draft with the best prediction, else a look-up, which needs no model."""
     settings = configuration.settings
     named = any(configuration.given(f"draft.{name}") for name in ("kind", "model"))
     if named or not DRAFT_KINDS[settings.draft.kind].own_model:
@@ -123,12 +122,12 @@ def _with_draft(
             )
     except UserError as error:
         return _lookup(configuration, f"no plan can be made of the target ({error})")
-    return _lookup(configuration, "no head of the target and no smaller model is there")
+    return _lookup(configuration, "there is no head of the target and no smaller model")
 
 
 def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list[str]]:
     chosen = configuration.over("chosen", {"draft.kind": LOOKUP})
-    return chosen, [f"draft {LOOKUP} (a look-up in the text): {why}; --draft names another"]
+    return chosen, [f"draft {LOOKUP} (a look-up in the text): {why}; change with --draft"]
 
 
 def _best(
@@ -149,11 +148,11 @@ def _best(
     expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"
     model, name = best.candidate.settings.model, best.candidate.name
     chosen = configuration.over("chosen", {"draft.model": model})
-    return chosen, [f"draft {view.spelled(model)} ({name}): {expected}; --draft names another"]
+    return chosen, [f"draft {view.spelled(model)} ({name}): {expected}; change with --draft"]
 
 
 def _reader(configuration: Configuration, target: Path) -> "Reader":
-    from dovetail.launch.planning.candidates import Reader  # numpy comes in here, and its threads
+    from dovetail.launch.planning.candidates import Reader  # imports numpy, with its threads
     from dovetail.launch.planning.subject import folder_of
 
     design = design_of(read_config(target, "target model"), target)
@@ -166,7 +165,7 @@ def drafts_there(configuration: Configuration, target: Path) -> "Iterator[Candid
     size = _size(target)
     near = [one for one in _nearby(target) if not all(map(_differ, _size(one), size))]
     if not near:
-        return  # which saves the imports of torch and transformers
+        return  # without importing torch and transformers
     design = design_of(read_config(target, "target model"), target)
     reader = _reader(configuration, target)
     for folder in near:

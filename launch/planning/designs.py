@@ -1,5 +1,5 @@
 """Sizes of models by their config.json: a target, a small draft, a head, a substitute of few bits;
-and the types of weights that a target can have here, with what each loses."""
+and the types of weights that a target can have here, with the loss of each."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -52,21 +52,21 @@ LOSSES = {
     INT4: "another function: logits move by about 10 %; the first load takes longer",
     FILE: "the file's blocks; activations in int8 move logits by about 1 %",
 }
-"""Type of weights -> what is lost, measured on the embedded target (`selftest --card`)."""
+"""Type of weights -> its loss, measured on the embedded target (`selftest --card`)."""
 EXACT = "the file's function; keys and values in fp16 move logits by 1e-4 to 2e-3"
 """Weights `file` with activations in fp32, in words."""
 
 
 def on_kernels(folder: Path) -> bool:
-    """Return whether the kernels are here and compute models of a folder's family."""
+    """Return whether the kernels are available and compute models of a folder's family."""
     if not kernels.available():
         return False
     return text_part(read_json(folder / "config.json")).get("model_type") in DESCRIBED
 
 
 def planned_types(configuration: Configuration, folder: Path) -> list[str]:
-    """Return the types of weights to plan with: the one that is named, or all that the target in a
-    folder can have, its own numbers first."""
+    """Return the types of weights to plan: the named one, or all that the target in a folder can
+    have, its own first."""
     target = configuration.settings.target
     if configuration.given("target.weights"):
         return [target.weights]
@@ -88,19 +88,19 @@ def _stores_16_bits(folder: Path, tensors: Sequence[Tensor]) -> bool:
 
 
 def loss_of(weights: str, activations: str) -> str:
-    """Return in words what is lost with weights of a type; empty where nothing was measured."""
+    """Return in words the loss with weights of a type; empty if it was not measured."""
     return EXACT if (weights, activations) == (FILE, "fp32") else LOSSES.get(weights, "")
 
 
 if TYPE_CHECKING:
     from dovetail.workers.serving import design
 
-LOOKUP = "ngram"  # the kind of draft that proposes what followed the last tokens earlier
-HALF = 2  # bytes of a draft's number
+LOOKUP = "ngram"  # the kind of draft that looks up earlier text
+HALF = 2  # bytes of a number of a draft
 SAID = ("llama", "gpt2", "gpt_bigcode")
-"""Model types whose config.json, if it has all sizes, determines everything that is counted."""
-DEVICE = "cuda:0"  # the device that a draft's pass is priced for: it takes the longest on a GPU
-GROUP_BITS = 0.5  # a weight, of the scale and the offset that a group of 64 has (HQQ)
+"""Model types whose config.json, if complete, determines all counted sizes."""
+DEVICE = "cuda:0"  # the device for which a draft's pass is priced: the slowest case is a GPU
+GROUP_BITS = 0.5  # bytes per weight for the scale and the offset of a group of 64 (HQQ)
 CONTEXT = 4096
 HEAD_DIM = 128
 
@@ -112,8 +112,8 @@ def read_design(folder: Path) -> "Design":
 
 
 def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
-    """Return the design of a config.json in this folder, with layers weighed by transformers, since
-    families name experts, states and heads in their own ways."""
+    """Return the design of a config.json in this folder. transformers gives the sizes of layers,
+    since families name experts, states and heads differently."""
     tensors = read_tensors(folder)
     if config.get("model_type") in SAID:
         return Design(config, tensors=tensors)
@@ -142,14 +142,14 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
         names = "hidden_size, num_hidden_layers, num_attention_heads ..."
         why = f"lacks the model's sizes, or has an impossible one ({names})"
         raise CheckpointError(
-            f"{folder / 'config.json'} {why}; take the one that belongs to the model"
+            f"{folder / 'config.json'} {why}; use the one that belongs to the model"
         )
     return config
 
 
 def _completed(config: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    """Return the fields of a config.json as transformers completes them; as they are where its
-    model type is not known there, as of some heads."""
+    """Return the fields of a config.json, completed by transformers unless it does not know the
+    model type, as of some heads."""
     from dovetail.workers.models import transformers  # torch comes in here
 
     if config.get("model_type") not in transformers.CONFIG_MAPPING:
@@ -181,9 +181,9 @@ class Design:
 
     config: Mapping[str, Any]
     weighed: "design.Design | None" = None
-    """Its parts, as transformers builds it; None if its config.json determines all of them."""
-    tensors: Sequence[Tensor] = ()  # the tensors of its checkpoint; empty where it is not here
-    file_bytes: int = 0  # the size of a GGUF file of it that is not here; 0: none was named
+    """Its parts as built by transformers; None if its config.json determines all of them."""
+    tensors: Sequence[Tensor] = ()  # the tensors of its checkpoint; empty if that is not here
+    file_bytes: int = 0  # the size of a GGUF file that is not here; 0: none was named
 
     @property
     def uncoded(self) -> str:
@@ -212,7 +212,7 @@ class Design:
         return sizes if self.weighed is None else weighed(sizes, weights, self.weighed.matrices)
 
     def width(self, weights: str) -> float:
-        """Return the bytes of one weight of a type, of blocks on an average."""
+        """Return the bytes of one weight of a type; the average for blocks."""
         if weights not in (FILE, INT4):
             return WEIGHT_BYTES[weights]
         sizes = self.sizes(weights)
@@ -255,7 +255,7 @@ class Design:
 
     @property
     def block(self) -> int:
-        """Weights of a layer, nearly."""
+        """Approximate weights of a layer."""
         return self.sizes("half").layer // HALF
 
     @property
@@ -307,7 +307,7 @@ class DraftSize:
         self, hardware: Hardware, measured: RowsSeconds | None, layer_s: Seconds | None = None
     ) -> Callable[[int, int], float]:
         """t_D over rows, and the seconds of a level without its pass. `layer_s`: of a target's
-        layer, for a draft that computes with its resident ones."""
+        layer, for a draft that uses its resident ones."""
         each = hardware.draft.seconds(self.layer_weights, self.layer_bytes, 1.0)
         rest = hardware.draft.seconds(self.other_weights, self.other_bytes, passes=1.0)
         if measured is not None:

@@ -22,7 +22,7 @@ Weights = Literal["fp32", "half", "int8"]
 Rate = Annotated[float, Field(gt=0.0, le=1e12, strict=False)]
 Micros = Annotated[float, Field(ge=0.0, le=1e9, strict=False)]
 FP32_SHARE = 0.5
-"""Share of a GPU's 16-bit arithmetic in fp32, in which a target's layers are computed."""
+"""A GPU's fp32 arithmetic, used for a target's layers, as a share of that in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,21 @@ class TargetPart(Frozen):
     """The device and the costs of the target."""
 
     bandwidth_gb_s: Rate
-    """At which its weights are read: memory's, or the bus's where they stream."""
+    """The rate at which weights are read: of memory, or of the bus if they are streamed."""
     peak_gflop_s: dict[Weights, Rate]
     layer_us: Micros
     nodes: Annotated[int, Field(ge=1, le=64)] = 1
     """Memory nodes, each with this bandwidth and arithmetic, over which it can be spread."""
     kv_bytes: Annotated[float, Field(gt=0.0, le=8.0, strict=False)]
-    """A number of a key or value."""
+    """Bytes of a number of a key or value."""
     resident_gb: Annotated[float, Field(ge=0.0, strict=False)] = 0.0
     """Weights stored where they are computed."""
     resident_bandwidth_gb_s: Rate | None = None
-    """At which those are read, and the cache."""
+    """The rate at which these and the cache are read."""
 
     @property
     def spread(self) -> Nodes | None:
-        """Return the nodes that the target can be spread over; None if there is only one."""
+        """Return the nodes over which the target can be spread; None if there is only one."""
         return Nodes(self.nodes, float(self.nodes)) if self.nodes > 1 else None
 
 
@@ -111,9 +111,10 @@ ATTAINED = 0.8
 """Share of nominal bandwidth and arithmetic that is reached, as on the papers' machines."""
 OPERATIONS = {"sse": 8, "avx": 16, "avx2": 32, "avx512": 64}
 """Products and sums in fp32 that a core does in a cycle."""
-INT8_TIMES = 2  # products of int8 for one of fp32: an estimate
+INT8_TIMES = 2  # int8 products per fp32 product: an estimate
 LAYER_US, LEVEL_US, HOP_US, COORDINATOR_US = 30.0, 150.0, 60.0, 100.0
-"""Microseconds of a layer, a tree's level (ours), a message, the coordinator (Dovetail paper)."""
+"""Microseconds per layer, tree level (ours) and message, and of the coordinator (Dovetail
+paper)."""
 
 
 class ProcessorPart(Frozen):
@@ -122,12 +123,12 @@ class ProcessorPart(Frozen):
     channels: Annotated[int, Field(ge=1, le=1024)]
     """Memory channels of all sockets; `cores` likewise."""
     mt_s: Rate
-    """Transfers of 8 bytes on a channel, in millions a second: 3200 of DDR4-3200."""
+    """Transfers of 8 bytes on a channel, in millions per second: 3200 for DDR4-3200."""
     cores: Annotated[int, Field(ge=1, le=65536)]
     ghz: Annotated[float, Field(gt=0.0, le=100.0, strict=False)]
     isa: Literal["sse", "avx", "avx2", "avx512"]
     nodes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Memory nodes, each with as many of the channels and cores."""
+    """Memory nodes, among which channels and cores are divided equally."""
 
     def parts(self) -> dict[str, Any]:
         """Return the other parts of a description: a target on all cores of a node, a draft on
@@ -154,7 +155,7 @@ class ProcessorPart(Frozen):
 
 
 class DescribedMachine(Frozen):
-    """A machine, as a file describes it."""
+    """A machine described by a file."""
 
     title: str
     weights: Weights
@@ -166,11 +167,11 @@ class DescribedMachine(Frozen):
     link: LinkPart
     memory: MemoryPart | None = None
     host: HostPart | None = None
-    """None: the target runs on it, or nothing is known about it."""
+    """None: the target runs on it, or it is unknown."""
 
     def hardware(self, weights: str, vram: int | None, ram: int | None) -> Hardware:
         """Return its limits for a target with these weights; bytes of memory override its own.
-        `UserError` for weights that it has no figures for."""
+        `UserError` for weights without figures."""
         weights, source = "int8" if weights in (FILE, INT4) else weights, "its description"
         target, draft, memory, own = self.target, self.draft, self.memory, self.host
         if weights not in target.peak_gflop_s:

@@ -8,8 +8,8 @@ layer on the CPU costs more with every row of the tree, a streamed one almost no
 are small enough to search exhaustively.
 
 A round takes T_D, the draft's levels; T_V(gamma + 1), the target's pass; and messages. It yields
-the tree's expected tokens, given by the caller. Pure: numbers in, numbers out; knows neither files
-nor models, nor the origin of a number."""
+the tree's expected tokens, given by the caller. Pure: numbers in, numbers out, without files or
+models."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +46,7 @@ class Tree:
     width: int
 
     def passes(self) -> Iterator[tuple[int, float]]:
-        """Yield the most rows of each of the draft's passes: the root's, then levels, or as many as
+        """Yield the most rows of each draft pass: the root's, then those of levels, or as many as
         `budget` expands."""
         yield 1, 1.0
         more = (
@@ -59,8 +59,8 @@ class Tree:
 
 
 LONGER, WIDEST = 1.3, 64
-"""A pass ahead takes at most this multiple of one as wide as the tree, and has at most this many
-rows (`workers/speculation/prices.py`, `workers/drafters/ahead.py`)."""
+"""A pass ahead of time takes at most this multiple of one as wide as the tree, and has at most this
+many rows (`workers/speculation/prices.py`, `workers/drafters/ahead.py`)."""
 Bytes = Callable[[int, int], int]
 """Returns the bytes, on device or host, of this many computed and resident layers."""
 
@@ -73,23 +73,23 @@ class Target:
     layer: int
     head: int
     device_bytes: Bytes
-    """Weights, buffers, keys and values, a pass; not called for a device that computes nothing."""
+    """Weights, buffers, keys and values, a pass; not called for an unused device."""
     host_bytes: Bytes
     mixture: Mixture = DENSE  # experts, and their share of a layer
-    states: StateTraffic = STATELESS  # the traffic of states in a layer
+    states: StateTraffic = STATELESS  # the traffic of a layer's states
 
 
 HERE = Messages(300e-6, 500e-6, 400e-6)
 """Seconds of a message over ipc, of the coordinator for a message (both right after a pass over
-half a gigabyte, which evicts the caches), and of HTTP for a token. Without its pass a round of the
-target alone took 0.95 ms, one with a draft 2.4 ms; HTTP used 0.4 ms of CPU
-time. `dovetail calibrate` measures their sum."""
+half a gigabyte, which evicts the caches), and of HTTP for a token. Apart from the pass, a round of
+the target alone took 0.95 ms and one with a draft 2.4 ms; HTTP used 0.4 ms of CPU time. `dovetail
+calibrate` measures their sum."""
 CONTEXT = 128.0
-"""Context length at which passes are priced: about the middle of a question and its reply."""
+"""Context length for which passes are priced: about the middle of a question and its reply."""
 LEVEL_S, PROPOSAL_S = 150e-6, 700e-6
-"""Ranking of one level of a tree, and a proposal without the draft's passes; same rounds."""
+"""Seconds for ranking a level of a tree, and for a proposal without passes; same rounds."""
 CROSSING_S = 50e-6
-"""States to the CPU and back for experts, a layer: two waits, 16 x 4096 numbers at 16 GB/s."""
+"""Seconds per layer to move states to experts and back: two waits, 64 Ki numbers at 16 GB/s."""
 MEASURED = Origin("measured")
 ASSUMED = Origin("assumed; dovetail calibrate measures them", estimated=True)
 INDEPENDENT = Origin("as if rows chose independently of each other", estimated=True)
@@ -98,7 +98,7 @@ SOME_ROWS = 8  # rows of the pass for which `plan` prints the number of experts
 
 @dataclass(frozen=True)
 class Engine:
-    """The limits of a device that computes."""
+    """The limits of a device."""
 
     bandwidth_gb_s: float
     gflop_s: float
@@ -141,7 +141,7 @@ class Engine:
 
     @property
     def origin(self) -> Origin:
-        """Return the provenance of seconds that come of these limits."""
+        """Return the origin of seconds estimated from these limits."""
         rate = f"{self.gflop_s:.4g} GFLOP/s" if self.products is None else "products"
         limits = f"{self.bandwidth_gb_s:.4g} GB/s and {rate}"
         return Origin(f"estimated from {limits} ({self.source})", estimated=True)
@@ -166,7 +166,7 @@ class Hardware:
     """Seconds of a level without the draft's pass; `proposal_s`: of a proposal."""
     proposal_s: float = PROPOSAL_S
     core: Engine | None = None
-    """The core that drafts if the GPU cannot; None: `draft` stands for it."""
+    """The core that drafts if the GPU cannot; None: `draft`."""
     nodes: Nodes | None = None
     """Nodes over which the host can spread a target (limits of one of them); None: one."""
 
@@ -180,7 +180,7 @@ class PartCosts:
 
     @classmethod
     def estimated(cls, engine: Engine, target: Target, width: float) -> "PartCosts":
-        """By the limits of an engine; `width`: bytes of a weight."""
+        """Costs from the limits of an engine; `width`: bytes of a weight."""
         return cls(
             engine.seconds(
                 target.layer / width, target.layer, 1.0, 0.0, target.mixture, target.states
@@ -190,7 +190,7 @@ class PartCosts:
 
     @classmethod
     def shared_out(cls, calibration: Calibration, target: Target) -> "PartCosts":
-        """Measured passes over the whole target, shared out by bytes."""
+        """Measured passes over the whole target, divided among its parts by bytes."""
         curves = curves_of(calibration)
         whole = target.layers * target.layer + target.head
         layer, head = target.layer / whole, target.head / whole
@@ -205,7 +205,9 @@ class Link:
     """The link over which layers are streamed."""
 
     layer_s: Seconds  # seconds of copying one layer during a pass over this many rows
-    overlaps: bool  # True if copies are free; not if the CPU stands in for a GPU
+    overlaps: (
+        bool  # True if copies do not slow down computing; False if the CPU takes the place of a GPU
+    )
 
 
 @dataclass(frozen=True)
@@ -276,8 +278,8 @@ class Machine:
     def over_nodes(
         self, nodes: Nodes | None, target: Target, calibration: Calibration | None
     ) -> "Machine | None":
-        """Return the machine whose host spreads the target over its memory nodes, and note the
-        source of the costs; None if it cannot. `calibration`: of the spread target."""
+        """Return the machine whose host spreads the target over its memory nodes, and record the
+        source of the costs; None if impossible. `calibration`: of the spread target."""
         host = self.host
         if host is None or nodes is None:
             return None
@@ -325,13 +327,13 @@ class Draft:
     """Returns the mean tokens of a round with a tree, including the target's own."""
     trees: Sequence[Tree]
     passes: Callable[[Tree, float], Iterable[tuple[int, float]]] = lambda tree, _: tree.passes()
-    """Returns (rows, mean number in a round) of the passes that a proposal waits for, if the draft
+    """Returns (rows, mean number per round) of the passes for which a proposal waits, if the draft
     could expand this many nodes ahead, during the previous verification."""
     proposal_s: float = 0.0  # seconds of a proposal without its passes
     shares: bool = False
-    """True if it computes with the target's resident layers, which may increase its cost."""
+    """True if it uses the target's resident layers, which may increase its cost."""
     spread: bool = False
-    """True if it is for a target spread over memory nodes: it has the cores that this leaves."""
+    """True if it is for a target spread over memory nodes: it gets the remaining cores."""
     candidate: Any = None  # whose it is (`launch/planning/candidates.py`)
 
     def drafting_s(self, tree: Tree, resident: int, ahead_s: float = 0.0) -> float:
@@ -356,7 +358,7 @@ class Option:
     host_experts: bool  # True if the CPU computes the experts of the layers on the device
     nodes: int  # memory nodes that the target is spread over
     tau: float
-    draft_s: float  # T_D: drafting that a round waits for
+    draft_s: float  # T_D: drafting for which a round waits
     verify_s: float  # T_V
     beside_s: float
     device_bytes: int
@@ -437,7 +439,7 @@ class Planner:
         return [] if self.machine.device is None else [(self.target.layers, self.target.layers)]
 
     def best(self, places: Places, drafts: Iterable[Draft | None]) -> Option | None:
-        """Return the fastest of all options within the limits; None if there is none. Among equals,
+        """Return the fastest option within the limits; None if there is none. Of equally fast ones,
         the one that uses less device memory."""
         found = [option for draft in drafts for option in self._options(places, draft)]
         return max(
@@ -512,7 +514,7 @@ class Planner:
         )
 
     def pass_s(self, rows: int, computed: int, resident: int, gap_s: float = 0.0) -> float:
-        """Return T_V over rows. `gap_s`: time between passes that refills the buffers."""
+        """Return T_V over rows. `gap_s`: time between passes, in which buffers are refilled."""
         machine = self.machine
         head = machine.device if computed else machine.host
         assert head is not None
@@ -544,5 +546,5 @@ class Planner:
 
 
 def by_budget(draft: Draft) -> Draft:
-    """Return the draft with large trees alone, of at least LEAST_BUDGET nodes."""
+    """Return the draft with only large trees, of at least LEAST_BUDGET nodes."""
     return replace(draft, trees=[tree for tree in draft.trees if tree.gamma >= LEAST_BUDGET])

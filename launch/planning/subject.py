@@ -1,6 +1,6 @@
-"""A target on a machine, as the planner takes it: sizes, costs and drafts; of this machine what
-`dovetail calibrate` has kept, limits and GPUs. torch comes in with the functions, on the target's
-cores in number."""
+"""A target on a machine for the planner: sizes, costs and drafts; for this machine the results of
+`dovetail calibrate`, limits and GPUs. Functions import torch, with as many threads as the target
+has cores."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 GPU = "cuda:0"  # the GPU of a described machine
 PROBE_S = 0.5
 STAND_IN_SHARE = 0.5
-"""Share of the bandwidth that a copy in the CPU's memory carries: it reads and writes."""
+"""Share of the bandwidth that a copy within the CPU's memory reaches, since it reads and writes."""
 LAYER_US = 75.0
 """What a layer takes beside reading its bytes or its products: 2.3 of the 6.0 ms of a pass over the
 30 layers of SmolLM2-135M in Q4_1 on one core of a Zen 4, and more of Gemma 3 270M's."""
@@ -57,20 +57,20 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a target on this machine."""
+    """The known facts about a target on this machine."""
 
     calibration: Calibration | None
     parts: DeviceCosts | None
     layout: CoreLayout
-    """The places of the processes where the target is not spread over memory nodes."""
-    spread: CoreLayout | None  # the places where it is; None: it cannot be
+    """The places of the processes if the target is not spread over memory nodes."""
+    spread: CoreLayout | None  # the places if it is; None: it cannot be
     spread_calibration: Calibration | None
     limits: tuple[MachineLimits, str]  # the limits of the cores in use, and their origin
 
 
 @dataclass
 class Subject:
-    """A target on a machine, with all that the planner asks."""
+    """A target on a machine, with all inputs of the planner."""
 
     configuration: Configuration
     design: Design
@@ -85,7 +85,7 @@ class Subject:
     """Kinds of placements for which there is too little memory."""
     levels: dict[str, Origin] = field(default_factory=dict)  # the origin of t_D of each draft
     falls: dict[str, str] = field(default_factory=dict)
-    """Draft -> why `draft.device = auto` puts it on the CPU, though there is a GPU."""
+    """Draft -> why `draft.device = auto` puts it on the CPU despite a GPU."""
 
     @property
     def _settings_of_target(self) -> Any:
@@ -107,8 +107,8 @@ class Subject:
 
     @property
     def planners(self) -> list[Planner]:
-        """Return what places the target, and places it with its experts on the CPU, or spread over
-        memory nodes."""
+        """Return the planners of the target: as a whole, with its experts on the CPU, and spread
+        over memory nodes."""
         found, machine, nodes = [], self.machine, self.hardware.nodes
         if self.configuration.settings.target.numa != "shard":
             found.append(Planner(self.target, machine))
@@ -152,7 +152,7 @@ class Subject:
         place = best.computed, best.resident
         if self._ahead(best):
             best = planner.option(*place, best.draft, best.tree, best.tau, ahead=True)
-        if best.candidate.kind == LOOKUP:  # it costs nothing where it finds nothing
+        if best.candidate.kind == LOOKUP:  # it costs nothing if it finds nothing
             alone = planner.option(*place, None, None, 1.0)
             best = replace(best, least_per_s=alone.tokens_per_s)
         return replace(best, name=name)
@@ -191,8 +191,8 @@ class Subject:
         return found
 
     def _fall(self, candidate: Candidate) -> str:
-        """Return why `draft.device = auto` puts a draft on the CPU, though there is a GPU: it did
-        so at the last start, or the GPU has too little memory. Empty: the GPU drafts."""
+        """Return why `draft.device = auto` puts a draft on the CPU despite a GPU: it did so at the
+        last start, or the GPU has too little memory. Empty: the GPU drafts."""
         assert self.here is not None
         if self.configuration.settings.draft.device != "auto" or self.draft_device == "cpu":
             return ""
@@ -209,8 +209,7 @@ class Subject:
         return f"as at its last start: {why}" if why else ""
 
     def _measured_level(self, candidate: Candidate, layout: CoreLayout) -> RowsSeconds | None:
-        """Return t_D of a draft as measured here, with its cores in this layout; None: not
-        measured."""
+        """Return the measured t_D of a draft with its cores in this layout; None: not measured."""
         if candidate.lacks and candidate.kind != "substitute":
             return None
         from dovetail.workers.devices.opening import open_device
@@ -248,14 +247,14 @@ class Subject:
         )
 
     def _measurable(self) -> str:
-        """The flags of the calibrations that would put measurements in the place of estimates;
-        nothing for another machine."""
+        """The flags of calibrations that would replace estimates by measurements; none for another
+        machine."""
         origins = (*self.machine.origins.values(), *self.levels.values())
         if self.here is None or not any(origin.estimated for origin in origins):
             return ""
         typed = self.configuration.typed("target")
         target = [flag for flag in typed if not flag.startswith("--target.split")]
-        # layers on a device are measured with random weights, which are no blocks of a file
+        # layers on a device are measured with random weights, not with blocks of a file
         beside = self.device if self.weights != FILE else None
         device = [f"--target.split.device={beside}"] if beside else []
         return " ".join([*target, *device, "--draft DRAFT"])
@@ -288,7 +287,10 @@ class Subject:
                     for name in there
                     if name in self.levels
                 },
-                **{f"what the {name} brings": one.acceptance.origin for name, one in there.items()},
+                **{
+                    f"acceptance of the {name}": one.acceptance.origin
+                    for name, one in there.items()
+                },
             },
             "measurable": self._measurable(),
             "uncalibrated": self.here is not None and any(o.estimated for o in origins.values()),
@@ -305,8 +307,8 @@ class Subject:
         }
 
     def brief(self, every: Sequence[Option]) -> dict[str, Any]:
-        """Return the entry for these weights in a comparison of weights: the best alternative that
-        lacks nothing, if there is one; empty if nothing fits."""
+        """Return the row for these weights in a comparison of weights: the best alternative,
+        preferably one that is ready; empty if nothing fits."""
         best = ready_of(every) or next(iter(every), None)
         activations = self.configuration.settings.target.activations
         return {
@@ -330,13 +332,13 @@ class Subject:
         if self.configuration.settings.memory.vram == "auto":
             return said
         return (
-            f"{said}; memory.vram limits nothing: --target.split.device=cpu has the CPU "
-            "stand for a GPU, --machine plans for another machine"
+            f"{said}; memory.vram has no effect: --target.split.device=cpu uses the CPU in place "
+            "of a GPU, --machine plans for another machine"
         )
 
     def _settings(self, one: Option) -> dict[str, Any]:
-        """Return the settings that start an option. A target stays on one node by a setting if
-        `auto` would spread it because of measurements."""
+        """Return the settings that start an option. They keep a target on one node if `auto` would
+        spread it because of measurements."""
         own: dict[str, Any] = {"target.weights": self.weights}
         here = self.here if self.here is not None and self.here.spread is not None else None
         if here and one.nodes == 1 and choice_of(self._settings_of_target).numa == "shard":
@@ -349,7 +351,7 @@ def kinds_of(
     planner: Planner,
 ) -> list[tuple[str, Places, Callable[[Draft], Draft | None] | None]]:
     """Return the kinds of placements that a plan compares: name, places, and the variant of a draft
-    that belongs there, if any; None: they are without a draft."""
+    for them; None: without a draft."""
 
     def own(draft: Draft) -> Draft | None:
         return None if draft.shares or draft.spread else draft
@@ -389,8 +391,8 @@ def kinds_of(
 
 
 def ready_of(every: Sequence[Option]) -> Option | None:
-    """Return the first of these alternatives, fastest first, that needs nothing else first. `plan`
-    proposes it, and `serve` uses its draft."""
+    """Return the fastest of these alternatives that is ready to start. `plan` proposes it, and
+    `serve` uses its draft."""
     return next((one for one in every if one.draft is None or not one.candidate.lacks), None)
 
 
@@ -403,7 +405,7 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
     layout, spread = layouts_for(settings.target)
     threads = len(layout.target.cores)
     os.environ.update(thread_environment(threads))
-    say("looking at what is known of this machine")
+    say("reading the known facts about this machine")
     device = _device_of(settings)
     from dovetail.workers.calibration.devices import known_costs, planned_config
     from dovetail.workers.calibration.limits import measure_limits
@@ -469,8 +471,8 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
 
 
 def _device_of(settings: Settings) -> str | None:
-    """The requested device besides the CPU, or the first GPU; None without one. The CPU counts as
-    one if a split names it."""
+    """The requested device other than the CPU, or the first GPU; None without one. The CPU counts
+    as one if a split names it."""
     if settings.target.split.device:
         return settings.target.split.device
     if settings.target.device != "cpu":
@@ -498,7 +500,7 @@ def _hardware(
         return Hardware("this machine", host, None, core, host_bytes=ram)
     if device == "cpu":
         return Hardware(
-            *("this machine, whose CPU stands for a GPU", host, host, core),
+            *("this machine, with its CPU in place of a GPU", host, host, core),
             *(STAND_IN_SHARE * limits.bandwidth_gb_s, "half of the bandwidth"),
             overlaps=False,
             device_bytes=memory.vram_bytes if memory.vram_bytes is not None else ram,
@@ -524,8 +526,7 @@ def _hardware(
 
 
 def folder_of(source: str) -> Path:
-    """Return the folder of a model: the one that is named, or of a hub id one with its
-    config.json."""
+    """Return the folder of a model: the named one or, for a hub id, one with its config.json."""
     folder = Path(resolved(source)).expanduser()
     if not folder.is_dir() and (folder.exists() or is_path(source)):
         raise CheckpointError(

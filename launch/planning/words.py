@@ -1,4 +1,4 @@
-"""Describes a plan: each alternative, why it is as fast as it is, the settings that start it, and
+"""Describes a plan: each alternative, the reason for its speed, the settings that start it, and
 whether speculation is worth it."""
 
 import shlex
@@ -16,7 +16,7 @@ from dovetail.workers.models.checkpoints.gguf.view import FILE, spelled
 MS = 1e3
 GIGA = 1e9
 SHARD = "shard"  # the value of target.numa that spreads a target over memory nodes
-WORTH = 1.02  # times the target alone: less is within what two runs differ by
+WORTH = 1.02  # ratio to the target alone: less is within the variation of two runs
 
 
 def placement(one: Option, device: str) -> str:
@@ -64,7 +64,7 @@ def figure(value: float) -> str:
 
 
 def settings(one: Option, device: str, draft_device: str, base: Configuration) -> dict[str, Any]:
-    """Dotted names and values of all that starts it, in the order of the settings."""
+    """Dotted names and values of the settings that start it, in order."""
     about = ["target.model", "target.weights", "target.threads", "target.numa"]
     if base.settings.target.weights in (INT4, FILE):
         about.append("target.activations")
@@ -152,13 +152,11 @@ def verdict(
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
     said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
     if best.draft is not None and best.candidate.kind == LOOKUP:
-        said.append("no other known draft pays for its time; a look-up takes almost none")
+        said.append("no other known draft pays off; a look-up takes almost no time")
     elif alone is not None and best is not alone:
         gain = best.tokens_per_s / alone.tokens_per_s
         worth = (
-            "speculation is worth it"
-            if gain >= WORTH
-            else "speculation brings next to nothing here"
+            "speculation is worth it" if gain >= WORTH else "speculation gains almost nothing here"
         )
         said.append(
             f"{worth}: {gain:.2f} times the best without a draft ({alone.name}, "
@@ -167,7 +165,7 @@ def verdict(
     elif alone is not None:
         fits = any(one.candidate is not None for one in found)
         cause = (
-            "no draft makes up for its time"
+            "no draft pays off"
             if fits
             else "no draft was considered, or none fits next to the target"
         )

@@ -1,1 +1,1 @@
-"""Starting, watching and ending our processes, and finding the coordinator to talk to."""
+"""Starting, watching and ending our processes, and finding the coordinator to use."""

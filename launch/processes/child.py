@@ -24,7 +24,7 @@ SECCOMP_MODE_FILTER, SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 2, 0x50000, 0x7FFF00
 CLONE3 = 435  # the number of the system call, on every architecture
 PROGRAM = "dovetail"
 MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
-LEAST_FILES = 64  # open files of any process of ours, with room to spare
+LEAST_FILES = 64  # open files of any of our processes, with some margin
 SLICE_S, SHARE = 0.005, 0.25
 """CPU seconds after which a process that is paced pauses, and the part of a quota that it takes."""
 LET_GO = 3
@@ -43,8 +43,8 @@ def check_files() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, even by SIGKILL; end at once if it has
-    ended already."""
+    """Make the kernel end this process when its parent ends, even by SIGKILL; exit at once if it
+    has already ended."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit(0)
@@ -59,7 +59,7 @@ def _prctl(option: int, *arguments: int) -> None:
 
 def let_threads_start() -> None:
     """Make clone3(2) return ENOSYS in this process and its children where it returns EPERM, as in
-    containers whose engine does not know it: glibc falls back to clone(2) only after ENOSYS."""
+    containers with an engine that predates it: glibc falls back to clone(2) only after ENOSYS."""
     if LIBC.syscall(CLONE3, None, 0) == 0 or ctypes.get_errno() != errno.EPERM:
         return
     steps = (  # struct sock_filter of linux/filter.h; of two errors the newer filter's counts
@@ -100,19 +100,19 @@ def handle_signals(parent: int | None) -> None:
 
 def name_process(role: str, model: str = "") -> None:
     """Set the command line of this process to `dovetail ROLE MODEL`, cut to the length of the
-    original one, and its name to `dovetail:ROLE`, of which the kernel keeps 15 bytes."""
+    original one, and its name to the first 15 bytes of `dovetail:ROLE`, the kernel's limit."""
     LIBC.prctl(PR_SET_NAME, f"{PROGRAM}:{role}".encode(), 0, 0, 0)
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     title = " ".join(filter(None, (PROGRAM, role, model))).encode()[: end - begin - 1]
-    whole = title.decode(errors="ignore").encode()  # do not end within a character
+    whole = title.decode(errors="ignore").encode()  # do not cut within a character
     ctypes.memmove(begin, whole.ljust(end - begin, b"\0"), end - begin)
 
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """End this process as soon as the block is left by `sys.exit`, without the second that an
-    interpreter takes to clean up after torch."""
+    """End this process as soon as `sys.exit` leaves the block, without the interpreter's clean-up
+    after torch, which takes a second."""
     try:
         yield
     except SystemExit as told:
@@ -137,8 +137,8 @@ def end_undisturbed() -> None:
 
 
 def claim_stdout() -> TextIO:
-    """Yield stdout for our parent only; other output (such as ONEDNN_VERBOSE) goes to stderr from
-    now on."""
+    """Yield stdout for our parent only; other output (such as of ONEDNN_VERBOSE) then goes to
+    stderr."""
     said = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return said

@@ -1,5 +1,5 @@
-"""Which coordinator a command uses: the given one, the only one of this user, or one that it starts
-for itself."""
+"""The coordinator of a command: the given one, the only one of this user, or one that the command
+starts."""
 
 import re
 import socket
@@ -49,15 +49,15 @@ GLANCE_S = 0.1
 
 @dataclass(frozen=True)
 class Connection:
-    """A registered client, its coordinator, and the processes of that if they are ours."""
+    """A registered client, its coordinator, and the coordinator's processes if they are ours."""
 
     client: Client
     state: Reported
     stack: Stack | None = None
-    address: str = ""  # the address at which it was reached; empty for the one that it reports
+    address: str = ""  # the address at which it was reached; empty: the one that it reports
 
     def models(self, *, draft: bool = True) -> str:
-        """Describe the models that decode; `draft`: whether the draft's is one."""
+        """Describe the models; `draft`: including the draft's."""
         return models_of(self.state, draft=draft)
 
     def decode(
@@ -69,8 +69,8 @@ class Connection:
         **wishes: Any,
     ) -> Finished:
         """Decode one request with these further arguments of `Client.submit`; `record` is called
-        with every round, `glance` at least every `GLANCE_S`. Errors are those of `failure`, also
-        for the loss of one of our processes."""
+        with every round, `glance` at least every `GLANCE_S`. Errors are those of `failure`,
+        including the loss of one of our processes."""
         request = self.client.submit(turns=turns, record=record is not None, **wishes)
         while True:
             reply = self.client.receive(None if glance is None else GLANCE_S)
@@ -92,8 +92,7 @@ class Connection:
         return 0.0
 
     def failure(self, reply: Failed) -> DovetailError:
-        """Why a request failed; if one of our processes caused it, the last output of that
-        process."""
+        """Why a request failed; if one of our processes caused this, its last output."""
         losses = self.stack.losses() if self.stack is not None else []
         if losses and reply.code in ("worker_lost", "no_target"):
             return losses[0]
@@ -110,7 +109,7 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
     keys = configuration.settings.coordinator.keys
     models_named = names_models(configuration)
     if address is not None and models_named:
-        raise UserError(f"{models_named} has no effect with --connect: leave one of the two out")
+        raise UserError(f"{models_named} has no effect with --connect: leave out one of the two")
     if address is None and not models_named and (found := only_announcement()) is not None:
         address, keys = found.address, keys or found.keys
         note(f"using the coordinator at {address} ({found.process})")
@@ -205,7 +204,7 @@ def ends_of(state: Reported) -> str:
     """Describe the end tokens of a coordinator's target; empty without a target."""
     for target in all_serving(state.workers, "target")[:1]:
         ends = ", ".join(map(printable, target.ends))
-        return f"replies end at {ends}" if ends else "no token ends a reply, only max_tokens"
+        return f"replies end at {ends}" if ends else "no token ends a reply; only max_tokens does"
     return ""
 
 
@@ -258,7 +257,7 @@ def cache_of(worker: WorkerState) -> str:
 
 
 def _tell_of_losses(workers: Iterable[WorkerState]) -> None:
-    """Note that a target is not lossless; its worker's warning went to a log file."""
+    """Report that a target is not lossless; its worker's warning went to a log file."""
     if any(is_lossy(worker) for worker in workers):
         note(
             f"{LOSSY} is not lossless: one scale for all rows of a pass makes a token depend "
@@ -288,7 +287,7 @@ def only_coordinator(
     `UserError` if there is none, with the command that starts one."""
     if (found := only_announcement()) is None:
         raise UserError(
-            f"you have no coordinator on this machine: run `dovetail {command}`, or --connect "
+            f"you have no coordinator on this machine: run `dovetail {command}`, or use --connect "
             "ADDRESS"
         )
     keys = configuration.settings.coordinator.keys or found.keys
@@ -308,8 +307,8 @@ def open_client(
 
 
 def names_models(configuration: Configuration) -> str:
-    """The first flag that concerns the workers, unlike `--draft none` and `--draft.ahead`, which
-    any coordinator can serve."""
+    """The first flag about the workers; `--draft none` and `--draft.ahead`, which any coordinator
+    supports, are not."""
     wishes = ["draft.ahead"]
     wishes += ["draft.kind"] if configuration.value("draft.kind") == "none" else []
     for name, origin in configuration.origins.items():
@@ -347,10 +346,10 @@ def call_model(model: str) -> str:
 def connected_by_target(
     configuration: Configuration, address: str | None
 ) -> Iterator[tuple[Connection, Configuration]]:
-    """A connection as from `connected`, and the settings with the target's sampling defaults; the
-    changes are reported. A target on another machine has none: its folder is not here."""
+    """A connection from `connected`, and the settings with the target's sampling defaults; the
+    changes are reported. A target on another machine has none, since its folder is not here."""
     if names_models(configuration):  # a damaged file is reported before a model is loaded
-        with suppress(CheckpointError):  # a model that is not there, by who looks for it
+        with suppress(CheckpointError):  # a missing model, by the place that looks for it
             with_generation_config(configuration)
     with connected(configuration, address) as connection:
         if connection.stack is not None:

@@ -4,10 +4,10 @@ import signal
 
 
 def main() -> None:
-    """Import the command line and run it. Ctrl-C meanwhile ends this process by that signal, with
-    no traceback of an import; afterwards it is a `KeyboardInterrupt`, as usual."""
+    """Import the command line and run it. Ctrl-C during the import ends this process by that
+    signal, without a traceback; afterwards it is a `KeyboardInterrupt`, as usual."""
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if heeded:  # unless it is ignored, as under nohup or in a script's background
+    if heeded:  # unless it is ignored, as under nohup or in the background of a script
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from dovetail.launch import cli
 

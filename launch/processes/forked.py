@@ -1,6 +1,6 @@
-"""Processes that are forked from one that has done their imports: from this one, if possible, or
-from the nursery (`nursery.py`), which is started ahead of its use: it imports the modules of
-workers while the command imports its own, each on its own core."""
+"""Processes forked from one with the necessary imports: from this one, if possible, or from the
+nursery (`nursery.py`), which is started early: it imports the modules of workers while the command
+imports its own, each on its own core."""
 
 import ctypes
 import fcntl
@@ -32,20 +32,20 @@ from dovetail.protocol.errors import DovetailError
 
 PR_SET_CHILD_SUBREAPER = 36
 PROGRAMS = ("dovetail", "cli.py")  # the files from which a command is run
-OURS = (nursery.COMMAND, nursery.__name__)  # the modules that a command runs in forked processes
+OURS = (nursery.COMMAND, nursery.__name__)  # the modules that run in forked processes
 LOOK_S = 0.005
 """Interval at which a child is polled until it ends: pidfd_open(2) is newer than Linux 4.18."""
 
 
 def can_fork() -> bool:
-    """True if this process may fork: it is a command and has only one thread, since a fork would
-    lack the others."""
+    """True if this process may fork: it is a command with a single thread, since a fork would lack
+    others."""
     return Path(sys.argv[0]).name in PROGRAMS and count_threads() == 1
 
 
 def new_log() -> IO[bytes]:
-    """Return an anonymous temporary file for the stderr of a process, opened for appending. It is
-    gone once no process has it open."""
+    """Return an anonymous temporary file for the stderr of a process, opened for appending. It
+    disappears once no process has it open."""
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
     fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)
     return log
@@ -100,9 +100,9 @@ def run_module(
     stdin: int | None = None,
     reads: bool = False,
 ) -> Process:
-    """Run one of our modules as a program in a new session, forked where it can be, since a command
-    has imported most of what its processes need. `stdin`: a descriptor, PIPE of `subprocess`, or
-    nothing; `reads`: we read its stdout."""
+    """Run one of our modules as a program in a new session, forked if possible, since a command has
+    imported most of the modules that its processes need. `stdin`: a descriptor, `subprocess.PIPE`,
+    or nothing; `reads`: we read its stdout."""
     arguments = [*arguments, f"--parent={os.getpid()}"]
     if module in OURS and can_fork():
         return _fork(module, arguments, stderr, stdin, reads=reads)
@@ -180,7 +180,7 @@ class Talk:
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def begun(self) -> bool:
-        """Wait until it has finished its imports; False if it has ended."""
+        """Wait until its imports are done; False if it has ended."""
         self.theirs.close()
         return self._ours.recv(MAX_BYTES) == READY
 
@@ -220,11 +220,11 @@ ELSEWHERE = ("--connect", "--engine", *NAMES_OF_HELP)
 
 @dataclass(frozen=True)
 class Begun:
-    """A nursery that no supervisor has taken over yet."""
+    """A nursery not yet taken over by a supervisor."""
 
     process: Process
     talk: Talk
-    log: IO[bytes]  # the file that its stderr goes to
+    log: IO[bytes]  # the file of its stderr
 
 
 _begun: list[Begun] = []
@@ -243,12 +243,12 @@ def begin_for(arguments: Sequence[str]) -> None:
 
 
 def run_nursery(talk: Talk, modules: Sequence[str], log: IO[bytes]) -> Process:
-    """Start a nursery that imports these modules and has the other end of this socket as stdin."""
+    """Start a nursery that imports these modules, with the other end of this socket as stdin."""
     return run_module(nursery.__name__, modules, log, stdin=talk.theirs.fileno())
 
 
 def expect_proof() -> None:
-    """Have the nursery import what the proof of a model takes, since this process is about to read
+    """Make the nursery import the modules for proving a model, since this process is about to read
     a model that was never loaded."""
     for begun in _begun:
         begun.talk.prepare(nursery.PROVING)
@@ -260,7 +260,7 @@ def begun() -> bool:
 
 
 def taken_bytes() -> int:
-    """Return its memory, which will be part of the workers'."""
+    """Return its memory, which will be part of the workers' memory."""
     return sum(status_bytes(begun.process.pid, "RssAnon:") for begun in _begun)
 
 

@@ -1,5 +1,5 @@
 """Notifies the service manager (sd_notify(3), NOTIFY_SOCKET) that a process is ready and makes
-progress. Sent by the code that works, never by a timer, so that systemd ends a stuck process."""
+progress. The working code notifies, never a timer, so that systemd ends a stuck process."""
 
 import logging
 import math
@@ -16,12 +16,12 @@ log = logging.getLogger("dovetail.notify")
 
 FEEDS = 4  # notifications of progress within the watchdog's limit
 LOADING_S = 900
-"""Seconds for a process that reads its model to read more, or to use what it has read."""
+"""Additional seconds for a process that is reading or processing its model."""
 EXTEND_EVERY_S = 1.0
 
 
 class Notifier:
-    """The service manager's ear; one for each process."""
+    """The connection to the service manager; one per process."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Notifier:
         self._due_s = self._extend_s = -math.inf
 
     def part(self, name: str, serves: Callable[[], None] = lambda: None) -> SimpleNamespace:
-        """Return the notifier of one of the loops, through the interface of a worker's loop;
+        """Return the notifier of one of the loops, with the interface of a worker's listener;
         `serves` is called when the worker starts to serve."""
         ready, progress = partial(self.ready, name), partial(self.progress, name)
         return SimpleNamespace(ready=ready, progress=progress, serves=serves)
@@ -69,13 +69,13 @@ class Notifier:
             self._send("WATCHDOG=1")
 
     def loading(self) -> None:
-        """Ask for more time to start, since the model is still being read."""
+        """Request more time for the start, since the model is still being read."""
         if self._name and (now_s := self._clock_s()) >= self._extend_s:
             self._extend_s = now_s + EXTEND_EVERY_S
             self._send(f"EXTEND_TIMEOUT_USEC={LOADING_S * 1_000_000}")
 
     def _send(self, text: str) -> None:
-        """Send one message; a manager that does not read is no reason to wait or to end."""
+        """Send one message, without waiting or failing if the manager does not read."""
         if not self._name:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:

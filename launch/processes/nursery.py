@@ -1,8 +1,8 @@
 """A script that imports the modules in its arguments once, and forks workers. Its standard input is
-a socket, on which it reports the end of the imports. A packet without descriptors names one more
-module; any other is a worker's command as JSON, with descriptors of its standard input and error,
-and is answered with the pid of the worker, a child of our parent. If importing has started threads,
-which a fork would lack, the command is executed again."""
+a socket, on which it reports the end of the imports. A packet without descriptors names another
+module; any other packet is a worker's command as JSON, with descriptors for its standard input and
+error, and is answered with the pid of the worker, a child of our parent. If importing has started
+threads, which a fork would lack, the command is executed as a new process."""
 
 import gc
 import importlib
@@ -24,7 +24,7 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-"""Environment variables with the number of threads that a library starts."""
+"""Environment variables for the number of threads of a library."""
 COMMAND = "dovetail.launch.cli"  # the module that commands run in
 MODULES = (
     "dovetail.launch.commands.worker",
@@ -36,12 +36,12 @@ MODULES = (
 )
 """Modules that every worker with a model imports."""
 PROVING = "dovetail.workers.models.parity.oracle"
-"""The module that a worker imports besides, transformers with it, to prove a model."""
+"""The module that a worker also imports, with transformers, to prove a model."""
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Return the environment for torch's threads: their number, and that they sleep between
-    operations, since spinning threads take the cores of our kernels and of the other worker."""
+    """Return the environment for torch's threads: their number, and sleeping between operations,
+    since spinning threads would take the cores of our kernels and of the other worker."""
     return {**dict.fromkeys(THREAD_VARIABLES, str(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -87,8 +87,8 @@ def import_at_once(modules: Sequence[str]) -> None:
 
 
 def _grandchild() -> int:
-    """Fork twice, so that the process with its new session becomes a child of our subreaper; return
-    its pid here, and 0 there, once that has happened."""
+    """Fork twice, so that the process, in a new session, becomes a child of our subreaper; then
+    return its pid here, and 0 there."""
     read, write = os.pipe()
     between = os.fork()
     if between:

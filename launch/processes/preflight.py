@@ -1,5 +1,5 @@
-"""Refuses what cannot work, such as a missing model or a port in use, before a process is started
-or torch is imported. The listening process or the worker finds out for certain."""
+"""Refuses impossible commands, such as with a missing model or a port in use, before a process is
+started or torch is imported. The listening process or the worker makes the final check."""
 
 import errno
 import json
@@ -48,8 +48,8 @@ def check_target(settings: Settings) -> None:
 
 
 def why_not_sharded(target: TargetSettings) -> str:
-    """Return which setting prevents the kernels from computing the whole target on the CPU, in
-    words; empty if none does."""
+    """Return in words the setting that prevents the kernels from computing the whole target on the
+    CPU; empty if none does."""
     reasons = {
         f"target.device is {target.device!r}": target.device != "cpu",
         "a device computes its last layers (target.split)": target.split.device,
@@ -96,7 +96,7 @@ def check_substitute(settings: Settings) -> None:
     that it cannot have."""
     draft = settings.draft
     if draft.model:
-        text = "draft.kind = 'substitute' is made of the target"
+        text = "draft.kind = 'substitute' is made from the target"
         raise SettingsError(f"{text}: leave draft.model {draft.model!r} out")
     if draft.weights not in SUBSTITUTE_WEIGHTS:
         text = f"draft.weights = {draft.weights!r}"
@@ -104,7 +104,7 @@ def check_substitute(settings: Settings) -> None:
 
 
 def check_unified(settings: Settings) -> None:
-    """`SettingsError` if the settings rule out that target and draft are one process."""
+    """`SettingsError` if the settings rule out one process for target and draft."""
     target, draft = settings.target, settings.draft
     if draft.kind != "substitute":
         raise SettingsError(
@@ -147,7 +147,7 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
 def check_whole(source: str) -> None:
     """Raise `CheckpointError` if a local model is damaged or cannot be decoded, as far as its files
     show without reading the weights."""
-    # imports torch (seconds), only to refuse
+    # imports torch (seconds), only for a refusal
     from dovetail.workers.models.checkpoints import checkpoint, hub, tokenizer
 
     if (folder := hub.local_folder(source)) is not None:
@@ -183,7 +183,7 @@ def text_here(source: str) -> Path | None:
 
 def check_text(folder: Path) -> None:
     """Raise `CheckpointError` for a tokenizer that the coordinator would refuse, before the weights
-    are read. That of a GGUF file was checked when its view was made."""
+    are read. The tokenizer of a GGUF file was checked when its view was made."""
     if files_of(folder):
         return
     from dovetail.workers.models.checkpoints.tokenizer import keep, kept_path, read_language
@@ -225,9 +225,9 @@ def estimated_bytes(target: TargetSettings) -> int:
 
 
 def draft_bytes(settings: Settings) -> int:
-    """Return an estimate of what a draft takes on the GPU of its target: weights of 16 bits (fp32
-    if set, a substitute's codes), caches of a long conversation and its trees, a pass, graphs. 0 if
-    it is elsewhere, or in the target's process."""
+    """Return an estimate of a draft's memory on the GPU of its target: weights of 16 bits (fp32 if
+    set, a substitute's codes), caches of a long conversation and its trees, a pass, graphs. 0 if it
+    is elsewhere, or in the target's process."""
     target, draft = with_target(settings.target), with_draft(settings.draft)
     device = target.split.device or target.device
     if (
@@ -248,7 +248,7 @@ def draft_bytes(settings: Settings) -> int:
 
 
 def draft_has_gpu_alone(settings: Settings) -> bool:
-    """True if a draft may be on a GPU, and no setting of the target names one."""
+    """True if a draft may be on a GPU and no setting of the target names one."""
     target, draft = settings.target, settings.draft
     return (
         memory_of(draft.device) is not Memory.HOST
@@ -261,7 +261,7 @@ def draft_has_gpu_alone(settings: Settings) -> bool:
 
 
 def draft_room(settings: Settings) -> int:
-    """Return how much of memory.vram a draft may take; 0 for no limit."""
+    """Return how much of memory.vram a draft may use; 0 for no limit."""
     room = settings.memory.vram_bytes
     if room is None:
         return 0
@@ -303,7 +303,7 @@ def memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """The memory that is free for one of our processes, on the machine and in our control group."""
+    """The free memory for one of our processes, on the machine and in our control group."""
     room = read_room()
     return room.size if room is not None else psutil.virtual_memory().available
 
@@ -313,8 +313,8 @@ SERVE = "dovetail:serve"  # the process name of `dovetail serve`
 
 
 def check_port(host: str, port: int, *, remedy: str) -> None:
-    """`UserError` if a process listens at this port already. Other errors of the address are
-    reported by the process that listens."""
+    """`UserError` if a process already listens at this port. The listening process reports other
+    errors of the address."""
     if port == 0:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Replace a worker by a new one, role by role."""
+"""Replaces workers by a new one, role by role."""
 
 import fcntl
 import os
@@ -76,7 +76,7 @@ class Change:
         return found
 
     def is_begun(self, *, interrupted: bool) -> bool:
-        """True if it has sessions, or may have them after an interruption: then we must not end
+        """True if it has sessions, or may have some after an interruption; then we must not end
         it."""
         return self._placed or (
             interrupted
@@ -84,8 +84,8 @@ class Change:
         )
 
     def _there(self, part: Role, workers: Sequence[WorkerState]) -> WorkerState | None:
-        """Return the worker that leaves, if it is still registered. It may have left with the other
-        role of its process, been lost, or just come back under its name."""
+        """Return the leaving worker, if it is still registered. It may have left with the other
+        role of its process, been lost, or just returned under its name."""
         old = self._old[part]
         if self._beside:
             return None
@@ -100,8 +100,8 @@ class Change:
         return next(iter(found), None)
 
     def _let_go_latecomers(self, part: Role, before: Sequence[WorkerState]) -> None:
-        """Drain workers that registered in this role while the newcomer was tried, unless no worker
-        should leave."""
+        """Drain workers that registered in this role while the newcomer was tested, unless no
+        worker should leave."""
         known = {worker.worker_epoch for worker in (*before, *self.newcomers.values())}
         for late in [] if self._beside else all_serving(self._client.status().workers, part):
             if late.worker_epoch not in known:
@@ -126,7 +126,7 @@ class Expected:
     """The fingerprint that a replacing target must have."""
 
     fingerprint: str  # the other target's fingerprint; empty if unknown
-    asked: Collection[str]  # the dotted names of settings given for the new one
+    asked: Collection[str]  # the dotted names of the settings given for the new one
 
     def check(self, newcomer: WorkerState) -> None:
         """Raise `UserError` for a target that computes other bytes unless that was requested."""
@@ -139,8 +139,8 @@ class Expected:
             words = ", ".join(f"{name} {how}" for name, how in differ.items())
             raise UserError(
                 f"{newcomer.name} with {shorten_model(newcomer.model)} would compute other bytes "
-                f"than the target that it replaces: {words}; give the model that you mean with "
-                "--target MODEL"
+                f"than the target that it replaces: {words}; name the intended model with --target "
+                "MODEL"
             )
 
 
@@ -176,8 +176,7 @@ def restarted(client: Client, role: Role) -> WorkerState | None:
 def wait_until_here(
     client: Client, name: str, child: Child | None, old: WorkerState | None
 ) -> WorkerState:
-    """Wait for the worker on standby to register; if its process ends first, its error is
-    raised."""
+    """Wait for the worker on standby to register; raise its error if its process ends first."""
     intervals = Intervals()
     with spinner() as say:
         while True:
@@ -226,7 +225,7 @@ def named(workers: Sequence[WorkerState], name: str) -> WorkerState:
 
 
 def wait_for(client: Client, request: int) -> Swapped | Dismissed:
-    """Wait for the end of a change of workers; a refusal or failure is raised."""
+    """Wait for the end of a change of workers; raise a refusal or failure."""
     try:
         return client.changed(request, note)
     except RequestError as error:
@@ -238,7 +237,7 @@ def figures(done: Swapped | Dismissed) -> dict[str, float]:
 
 
 def told(done: Swapped | Dismissed) -> str:
-    """Describe what happened to the sessions."""
+    """Describe the outcome for the sessions."""
     if not (done.moved or done.stayed):
         return "no session had to move"
     return (
@@ -248,8 +247,8 @@ def told(done: Swapped | Dismissed) -> str:
 
 
 class Newcomer(Unwinding):
-    """A worker's process that ends with this block, unless it `stays`. Signals are handled once the
-    process is ours."""
+    """A worker's process that ends with this block, unless it `stays`. Signals are handled only
+    once the process is ours."""
 
     def __init__(self, arguments: Sequence[str], name: str) -> None:
         super().__init__()
@@ -290,7 +289,7 @@ class Newcomer(Unwinding):
     def _part_with(self, child: Child) -> None:
         child.log.close()
         if self._stays:
-            child.process.returncode = 0  # it is not our child any more: no ResourceWarning
+            child.process.returncode = 0  # it is no longer our child: no ResourceWarning
             note(f"the output of {self._name} goes to {self._path}")
             return
         child.process.terminate()

@@ -73,7 +73,7 @@ def begin_stack(
     measures: bool = False,
 ) -> Callable[[], Stack]:
     """Begin to start the processes of these settings; return a function that waits for the start.
-    They are not restarted, and keep no journal unless the settings ask. `measures`: without a
+    They are not restarted, and keep no journal unless the settings name one. `measures`: without a
     prefix cache. A process without a spinner's threads can fork, which is faster."""
     check_stack(configuration)
     layout = layout or layout_of(configuration.settings)
@@ -105,8 +105,8 @@ def begin_workers(
 ) -> Callable[[], dict[str, Child]]:
     """Begin to start workers by name, which read the coordinator's address from stdin; return a
     function that waits for them. Two workers with models are forked from one process that imports
-    for both, and a single one if that process runs already. On several memory nodes a note reports
-    whether the target is spread, and why."""
+    for both; a single one only if that process is already running. On several memory nodes a note
+    reports whether the target is spread, and why."""
     if words := choice_of(settings.target, shares=settings.draft.share is True).words:
         note(words)
     alone = dict(commands)
@@ -131,8 +131,8 @@ def begin_workers(
 
 
 def check_stack(configuration: Configuration, *hubs: str) -> None:
-    """`UserError` for settings that this machine cannot serve, judged by the models'
-    configurations. `hubs`: number of further processes without a model."""
+    """`UserError` for settings that this machine cannot serve, by the models' configurations.
+    `hubs`: number of further processes without a model."""
     check_models(configuration)
     check_memory(
         configuration.settings,
@@ -156,8 +156,8 @@ def layout_of(settings: Settings) -> CoreLayout:
 def wait_until_ready(
     supervisor: Supervisor, stack: Stack, note: Callable[[str], None] = lambda _: None
 ) -> Reported:
-    """Wait until all workers of a stack are registered; the error of a process that ends before is
-    raised. `note` is called with what is awaited."""
+    """Wait until all workers of a stack are registered; raise the error of a process that ends
+    before. `note` is called with the missing workers."""
     wanted = ["target", *(["draft"] if stack.configuration.settings.draft.kind != "none" else [])]
     intervals = Intervals()
     with stack.connect() as client:
@@ -189,7 +189,7 @@ def http_arguments(configuration: Configuration, address: str, url: str) -> list
     """Return the command of the HTTP API of a coordinator, without keys. `url`: its earlier URL;
     empty at the first start."""
     settings = configuration.settings
-    # port 0 holds for the first start
+    # port 0 applies to the first start
     port = [f"--http.port={url.rpartition(':')[2]}"] if url else []
     wishes = configuration.arguments("tree", "sampling", "draft", "http")
     embedded = configuration.origins["tree.thresholds"] == "default"
@@ -209,7 +209,7 @@ def processes_of(settings: Settings) -> tuple[Played, ...]:
 def worker_arguments(
     configuration: Configuration, role: Role | Played, address: str, layout: CoreLayout | None
 ) -> list[str]:
-    """The command of a worker with these settings in its place; a head or a substitute reads the
+    """The command of a worker with these settings and its binding; a head or a substitute reads the
     target's weights. `layout`: the places of this machine; None if the caller adds them."""
     where = [] if layout is None else _place_arguments(role, layout)
     target = configuration.settings.target.model
@@ -248,7 +248,7 @@ def with_room_for_draft(configuration: Configuration) -> Configuration:
         text = f"memory.vram = {memory.vram!r}, and the draft alone takes {taken / 1e9:.3g} GB"
         raise SettingsError(f"{text}: choose a smaller draft, or raise memory.vram")
     left = {"memory.vram": f"{memory.vram_bytes - taken}B"}
-    return configuration.over("memory.vram, without what the draft takes", left)
+    return configuration.over("memory.vram, without the draft's share", left)
 
 
 def _check_pair(configuration: Configuration) -> None:
@@ -257,10 +257,10 @@ def _check_pair(configuration: Configuration) -> None:
     target, draft = configuration.settings.target.model, configuration.settings.draft
     if target and not draft.model and DRAFT_KINDS[draft.kind].own_model:
         there = Path(target).expanduser().is_dir()
-        hub = ", which is not a folder here and would be looked for at the Hugging Face hub"
+        hub = ", which is not a folder here and would be downloaded from the Hugging Face hub"
         check_whole(target)
         raise UserError(
             f"no draft is named for the target {target!r}{'' if there else hub}: add --draft "
-            "FOLDER with a smaller model of its vocabulary, ngram or substitute, which need "
-            "none, or --draft none for the target alone"
+            "FOLDER with a smaller model of its vocabulary, --draft ngram or substitute, which "
+            "need no model, or --draft none for the target alone"
         )

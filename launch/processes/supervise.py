@@ -1,6 +1,6 @@
 """Child processes: watched until they are ready, and ended in every case. When the block of a
 `Supervisor` is left, its processes have ended and their files are removed; if it is killed, the
-kernel (`child.py`) and the warden (`warden.py`) see to it. A `Stack` is a coordinator with workers.
+kernel (`child.py`) and the warden (`warden.py`) do this. A `Stack` is a coordinator with workers.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ ORPHANED_S = 8.0
 TAIL_BYTES = 4096
 TAIL_LINES = 6
 USER_ERROR = 2
-LAST_WORDS_S = 0.3  # seconds that a stuck process has to dump its stacks
+LAST_WORDS_S = 0.3  # seconds for a stuck process to dump its stacks
 LOG_BYTES = 1 << 20
 """The file of a process's output is truncated after this many bytes have been read."""
 SMALLER = (
@@ -40,10 +40,10 @@ SMALLER = (
     "context, or give it more memory"
 )
 WHO_KILLED = (
-    "the kernel's log (dmesg, journalctl -k) shows whether memory ran out; if it did "
-    "not, another process sent the signal"
+    "the kernel's log (dmesg, journalctl -k) shows whether memory ran out; if not, another process "
+    "sent the signal"
 )
-NURSERY = "process that workers are forked from"
+NURSERY = "process that forks workers"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -53,7 +53,7 @@ class Ending:
 
     code: int
     words: str
-    mistake: bool = False  # true for a user error, which no restart mends
+    mistake: bool = False  # true for a user error, which a restart cannot fix
     let_go: bool = False  # true if the coordinator dismissed it
     last_line: str = ""  # the last line that it wrote to stderr
 
@@ -67,8 +67,8 @@ class Child:
     log: IO[bytes]
     before: Kills = field(default_factory=count_kills)
     """The kernel's count of out-of-memory kills when it was started."""
-    _read: int = 0  # bytes of the log that `listen` has read
-    _rest: bytes = b""  # what has been read of the log and not returned
+    _read: int = 0  # bytes of the log read by `listen`
+    _rest: bytes = b""  # read but not yet returned from the log
 
     @property
     def pid(self) -> int:
@@ -93,7 +93,7 @@ class Child:
 
     def tell(self, line: str, *, last: bool = False) -> bool:
         """Write a line to its stdin, which is closed after the `last` one. False if it cannot take
-        the line: a stuck process reads it later, the loss of one is noticed elsewhere."""
+        the line: a stuck process reads it later, a lost one is noticed elsewhere."""
         assert self.process.stdin is not None
         try:
             os.write(self.process.stdin.fileno(), f"{line}\n".encode())
@@ -104,8 +104,8 @@ class Child:
         return True
 
     def listen(self) -> list[str]:
-        """Return the complete lines of its stderr since the last call, also after it was ended; a
-        long file is truncated."""
+        """Return the complete lines of its stderr since the last call, even after its end; a long
+        file is truncated."""
         if not self.log.closed:
             said = os.pread(self.log.fileno(), LOG_BYTES, self._read)
             self._read += len(said)
@@ -117,8 +117,8 @@ class Child:
         return [line.decode(errors="replace") for line in lines]
 
     def close(self) -> None:
-        """Close the pipes and the log of a process that has ended; `listen` returns what it had not
-        read yet."""
+        """Close the pipes and the log of a process that has ended; `listen` then returns the unread
+        rest."""
         if not self.log.closed:
             self._rest += os.pread(self.log.fileno(), LOG_BYTES, self._read)
             self.log.close()
@@ -128,7 +128,7 @@ class Child:
                     pipe.close()
 
     def kill_stuck(self) -> None:
-        """Have it dump its stacks, if it can, and end it; its end is noticed as with any other."""
+        """Make it dump its stacks, if possible, and end it; its end is noticed like any other."""
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(LAST_WORDS_S)
         self.process.kill()
@@ -142,11 +142,11 @@ class Child:
         ]
 
     def peak_rss_bytes(self) -> int:
-        """Its peak memory as the kernel counts it; 0 once it has ended."""
+        """Return its peak memory by the kernel's count; 0 once it has ended."""
         return status_bytes(self.pid, "VmHWM:")
 
     def rss_bytes(self) -> int:
-        """Return its memory as the kernel counts it; 0 once it has ended."""
+        """Return its memory by the kernel's count; 0 once it has ended."""
         return status_bytes(self.pid, "VmRSS:")
 
     def cpu_s(self) -> float:
@@ -158,7 +158,7 @@ class Child:
         return self.process.returncode == USER_ERROR and bool(self.last_words())
 
     def ending(self) -> Ending:
-        """Return how it has ended: its last line with an exit code, but not with SIGKILL."""
+        """Return how it has ended, with its last line unless it was killed by SIGKILL."""
         code = self.process.returncode
         last = [] if code == -signal.SIGKILL else self.last_words()[-1:]
         last_line = printable(last[0].removeprefix("dovetail: ")) if last else ""
@@ -228,7 +228,7 @@ class Supervisor(Unwinding):
         self._apart = [warden.APART] if apart else []
         self.children: list[Child] = []
         self._folders: list[tuple[Path, Child | None]] = []
-        """Folders of sockets, and the child with which each is removed; None: with the last."""
+        """Folders of sockets, and the child with which each is removed; None: the last one."""
         self._talks = contextlib.ExitStack()
         self._warden: subprocess.Popen[bytes] | None = None
 
@@ -252,9 +252,9 @@ class Supervisor(Unwinding):
         reads: bool = False,
         asks: bool = False,
     ) -> Child:
-        """Start a command in its own session, so that Ctrl-C reaches the supervisor alone; from the
-        main thread, since the kernel ends a child with its thread. `reads`: we read its stdout,
-        `asks`: we write to its stdin."""
+        """Start a command in its own session, so that Ctrl-C reaches only the supervisor; call this
+        from the main thread, since the kernel ends a child with its thread. `reads`: we read its
+        stdout, `asks`: we write to its stdin."""
         return self._own(
             name,
             lambda log: run_module(
@@ -279,7 +279,7 @@ class Supervisor(Unwinding):
         )
 
     def start_nursery(self, modules: Sequence[str] = nursery.MODULES) -> tuple[Child, Talk]:
-        """Start a nursery, or take over the one that this command started ahead."""
+        """Start a nursery, or take over the one that this command started early."""
         begun = forked.take() if modules == nursery.MODULES else None
         talk = self._talks.enter_context(contextlib.closing(begun.talk if begun else Talk()))
         if begun:
@@ -333,7 +333,7 @@ class Supervisor(Unwinding):
         return address
 
     def owns_folder(self, folder: Path, child: Child | None = None) -> None:
-        """A folder with sockets, which is removed with this child, or with the last of all."""
+        """A folder with sockets, which is removed with this child, or with the last child."""
         self._folders.append((folder, child))
         self._have_minded(warden.FOLDER, str(folder))
 
@@ -344,8 +344,7 @@ class Supervisor(Unwinding):
                 raise child.failure()
 
     def end(self, children: Sequence[Child], grace_s: float = GRACE_S) -> None:
-        """End these, and forget them. If a signal interrupts this, they are ended with the
-        block."""
+        """End these, and remove them. If a signal interrupts this, they end with the block."""
         self._end(children, grace_s)
         self._remove(folder for folder, child in self._folders if child in children)
         self.children = [child for child in self.children if child not in children]
@@ -408,7 +407,7 @@ class Supervisor(Unwinding):
 
 
 def unwind(number: signal.Signals) -> NoReturn:
-    """Raise the exception that unwinds the stack for a terminating signal."""
+    """Raise the exception that unwinds the stack after a terminating signal."""
     if number is signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)

@@ -1,7 +1,6 @@
-"""A script that ends the children of a supervisor that was killed, if they ignore the kernel's
-SIGTERM (`child.py`) for some seconds (its argument), and removes their socket folders. With `apart`
-it is a grandchild of the supervisor, since Ray kills the children of its processes. Needs no
-packages."""
+"""A script that ends the children of a killed supervisor if they ignore the kernel's SIGTERM
+(`child.py`) for some seconds (its argument), and removes their socket folders. With `apart` it is a
+grandchild of the supervisor, since Ray kills the children of its processes. Needs no packages."""
 
 import contextlib
 import ctypes
@@ -18,8 +17,7 @@ LOOK_S = 0.02  # interval at which the children of a lost supervisor are polled
 
 
 def main() -> None:
-    """Read `child PID` and `folder PATH` from stdin, one a line, until it is closed; then clean
-    up."""
+    """Read lines `child PID` and `folder PATH` from stdin until it is closed; then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(
             number, signal.SIG_IGN
@@ -29,7 +27,9 @@ def main() -> None:
         return
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_NAME, b"dovetail:warden", 0, 0, 0)
-    prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)  # it may be stopped when its supervisor goes
+    prctl(
+        PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0
+    )  # it may be stopped (SIGSTOP) when its supervisor ends
     children: dict[int, int] = {}
     folders: list[str] = []
     for line in sys.stdin.buffer:
@@ -40,7 +40,7 @@ def main() -> None:
             children = {**_alive(children), **_watched(int(value))}
     left = _alive(children)
     for child in left:
-        _signal(child, signal.SIGCONT)  # a stopped process handles SIGTERM only then
+        _signal(child, signal.SIGCONT)  # a stopped process handles SIGTERM only after SIGCONT
     end_s = time.monotonic() + float(sys.argv[1])
     while left and time.monotonic() < end_s:
         time.sleep(LOOK_S)
@@ -53,7 +53,7 @@ def main() -> None:
 
 def _watched(pid: int) -> dict[int, int]:
     """A process and a descriptor of its folder in /proc, which never refers to a later process with
-    the same pid; nothing if it has ended already. pidfd_open(2) is newer than Linux 4.18."""
+    the same pid; empty if it has already ended. pidfd_open(2) is newer than Linux 4.18."""
     try:
         return {pid: os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)}
     except FileNotFoundError:
@@ -61,7 +61,7 @@ def _watched(pid: int) -> dict[int, int]:
 
 
 def _alive(children: dict[int, int]) -> dict[int, int]:
-    """Return the children that run; close the descriptors of the others."""
+    """Return the running children; close the descriptors of the others."""
     ended = {pid: folder for pid, folder in children.items() if _has_ended(folder)}
     for folder in ended.values():
         os.close(folder)

@@ -55,15 +55,15 @@ Part = Literal["draft", "target"]
 Role = Part | Literal["unified"]
 USER_ERROR = 2
 ANSWER_S, ANSWER_FACTOR = 1.0, 3.0
-"""Seconds to wait for a lost coordinator, or multiple of the first connection's time."""
+"""Seconds to wait for a lost coordinator, or this multiple of the first connection's time."""
 
 TOLD = "-"  # the address argument of a worker that reads its address from standard input
 NOWHERE = Place(())
 
 
 def await_address(configuration: Configuration, role: Role) -> str:
-    """Return the coordinator's address from standard input; the worker's modules are imported
-    before, so that both start at the same time."""
+    """Return the coordinator's address from standard input, after importing the worker's modules,
+    so that both start at the same time."""
     if role != "draft" or configuration.settings.draft.kind != "ngram":
         import_at_once(["dovetail.workers.loop", "dovetail.workers.models.loading"])
     address = sys.stdin.readline().strip()
@@ -75,21 +75,21 @@ def await_address(configuration: Configuration, role: Role) -> str:
 def place_of(
     role: Role, target: TargetSettings, cores: str | None, memory_nodes: str
 ) -> Place | None:
-    """Return the cores and nodes to bind this worker to: the given ones, else, for a target on a
-    machine with several nodes, those of its settings; None: no binding."""
+    """Return the cores and nodes for this worker: the given ones, else, for a target on a machine
+    with several nodes, those of its settings; None: no binding."""
     if cores is not None:
         return parse_place(cores, memory_nodes)
     if memory_nodes:
         raise UserError("--memory-nodes needs --cores; or leave it out and set target.numa")
-    if role == "draft":  # the target's settings may hold for another machine
+    if role == "draft":  # the target's settings may be for another machine
         return None
     place = layout_for(target).target
     return place if place.nodes or target.numa not in ("auto", "off") else None
 
 
 def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int:
-    """Threads of this worker: those of the settings, else one per core that it is bound to, else
-    those of the layout for one machine."""
+    """Threads of this worker: those of the settings, else one per bound core, else those of the
+    layout for one machine."""
     if role != "draft" and target.threads != "auto":
         if place is not None and target.threads > len(place.cores):
             raise UserError(
@@ -113,7 +113,7 @@ class WorkerProcess:
     configuration: Configuration
     role: Role
     connect: str  # address of the coordinator
-    reconnect_s: float  # time for which a lost coordinator is looked for
+    reconnect_s: float  # how long to try to reach a lost coordinator
     name: str
     threads: int
     binding: Binding
@@ -122,15 +122,15 @@ class WorkerProcess:
     notifier: Notifier
     flags: Sequence[str]  # its settings and binding, for a worker that replaces it
     told: bool = False
-    """True if the address comes on stdin, from a command that has checked a local tokenizer."""
+    """True if the address is sent on stdin, by a command that has checked a local tokenizer."""
 
     @property
     def _title(self) -> str:
         return f"{self.role} worker {self.name}"
 
     def serve(self) -> Drain | None:
-        """Return the Drain that dismissed the worker; None if the coordinator is lost. It connects
-        first, so that a wrong address or key is reported before a model is loaded."""
+        """Return the Drain that dismissed the worker; None if the coordinator is lost. The worker
+        connects first, so that a wrong address or key is reported before a model is loaded."""
         parts = parts_of(self.role)
         keys = self.configuration.settings.coordinator.keys
         folder = Path(keys) if keys else None
@@ -181,7 +181,7 @@ class WorkerProcess:
             over.set()
             for part, link in links.items():
                 if part not in others or not others[part].is_alive():
-                    link.close()  # otherwise it belongs to its thread, and ends with the process
+                    link.close()  # otherwise it belongs to its thread and ends with the process
 
     def _load(self, links: Mapping[Part, Link]) -> "dict[Part, Worker]":
         from dovetail.workers.progress import hearing_loads
@@ -263,12 +263,12 @@ class WorkerProcess:
         try:
             note_worker(self.connect, parts_of(self.role), self.flags, fingerprint)
         except (OSError, UserError) as error:
-            self.say(f"{self._title}: `dovetail swap` will not know its settings ({error})")
+            self.say(f"{self._title}: `dovetail swap` cannot use its settings ({error})")
 
 
 class SecondRole(threading.Thread):
-    """The second of two roles; an error that ends it before the first is reported, and ends the
-    process."""
+    """The second of two roles; if an error ends it before the first, this is reported, and the
+    process ends."""
 
     def __init__(self, work: Callable[[], object], over: threading.Event) -> None:
         super().__init__(name="draft", daemon=True)
@@ -362,7 +362,7 @@ def flags_of(configuration: Configuration, cores: str | None, memory_nodes: str)
 
 
 def before_of(worker: WorkerState) -> WorkerNote | None:
-    """Return the note of a registered worker; None if it runs elsewhere or as another user."""
+    """Return a registered worker's saved settings; None if it runs elsewhere or as another user."""
     if worker.host != socket.gethostname():
         return None
     found = [note for note in worker_notes() if note.pid == worker.pid]
@@ -370,8 +370,8 @@ def before_of(worker: WorkerState) -> WorkerNote | None:
 
 
 def last_before(addresses: Collection[str], role: str) -> WorkerNote | None:
-    """Return the note of the last worker of a role on this machine that was registered with a
-    coordinator of these addresses; None if there was none."""
+    """Return the saved settings of the last worker of a role on this machine that was registered
+    with a coordinator at these addresses; None if there was none."""
     found = [note for note in worker_notes() if role in note.roles and note.address in addresses]
     return found[-1] if found else None
 

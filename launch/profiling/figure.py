@@ -1,5 +1,5 @@
-"""The figure of a profile: how every device spent the run, and where a round's time goes, as bars
-of one SVG. Stripes mark waiting, in the colour of the process that works meanwhile."""
+"""The figure of a profile: how every device spent the run, and the parts of a round, as bars of one
+SVG. Stripes mark waiting, in the colour of the process that works meanwhile."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from dovetail.launch.profiling.timeline import PARTS
 BAR, ROW, KEY = 20, 46, 18
 """Height of a bar, of a bar with its name above it, and of a line of the legend."""
 LEAST_SHOWN, LEAST_NAMED = 0.004, 0.05
-"""Shares below which a part of a bar is not drawn, or has no number in it."""
+"""Shares below which a part of a bar is not drawn, or has no number."""
 TARGET, DRAFT, COORDINATOR, QUEUE, LINK, IDLE = (*COLOURS[:5], GRID)
 LOOKS: Mapping[str, tuple[str, str]] = {
     "target works": (TARGET, ""),

@@ -1,7 +1,6 @@
-"""Draws the findings of a run: the object that `dovetail profile --json` prints and the figure
-shows, from what was watched, sampled and sounded; and predicts what would make it faster, from its
-rounds and from this machine's costs elsewhere. Gains are quotients of two predictions, so that
-common errors cancel."""
+"""Computes the findings of a run, which `dovetail profile --json` prints and the figure shows, from
+observations, samples and soundings; and predicts what would make it faster, from its rounds and
+this machine's other costs. Gains are ratios of two predictions, so that common errors cancel."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from dovetail.runtime.costs.passes import RowCosts
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors
 
-WORTH = 1.02  # a smaller gain is none: it is within what two runs differ by
+WORTH = 1.02  # smaller gains are ignored: they are within the variation of two runs
 REPLAYED = "replayed from the offered trees, with the measured passes"
 
 
@@ -44,11 +43,11 @@ REPLAYED = "replayed from the offered trees, with the measured passes"
 class Advice:
     """A change, and its expected gain."""
 
-    name: str  # the kind of change, in a word: tree, policy, ahead, alone, weights, placement
+    name: str  # the kind of change: tree, policy, ahead, alone, weights, placement
     what: str
-    flags: tuple[str, ...]  # the settings to change, as a command line has them
-    gain: float  # tokens a second over those of the settings in force
-    basis: str  # the way the gain was found
+    flags: tuple[str, ...]  # the settings to change, as flags
+    gain: float  # tokens per second over those with the settings in force
+    basis: str  # how the gain was found
     same: bool = True  # true if the target stays the same function
 
     @property
@@ -81,8 +80,8 @@ class Rates:
         return planner.option(0, 0, self.draft, tree, self.found.tokens(tree), ahead=ahead)
 
     def rate(self, option: Option) -> float:
-        """Return the tokens a second of an option, whose wait for the draft is taken in proportion
-        to the one that was measured."""
+        """Return the tokens per second of an option; its wait for the draft is scaled from the
+        measured one."""
         return option.tau / (self._factor * option.draft_s + option.verify_s + option.beside_s)
 
     @property
@@ -91,7 +90,7 @@ class Rates:
 
     @property
     def in_turn_s(self) -> float:
-        """Return the drafting of a round if none of it were done ahead."""
+        """Return the drafting time of a round without drafting ahead."""
         return self._factor * self.option(self.tree, ahead=False).draft_s
 
     def best(self) -> Tree:
@@ -126,14 +125,14 @@ def _drafting(rates: Rates, measured: float | None) -> Iterator[Advice]:
             *("--tree.policy=goodput", "--tree.insist=false"),
             *(f"--tree.gamma={max(gammas)}", f"--tree.depth={max(depths)}"),
         )
-        what = "let the tree's size follow what pays: policy goodput"
+        what = "let the tree's size adapt to its costs: policy goodput"
         basis = f"at least the best tree of one size, {REPLAYED}"
         yield Advice("policy", what, flags, max(1.0, gain), basis)
     if evidence.own_device:
         other = not evidence.ahead
         gain = rates.rate(rates.option(now, ahead=other)) / rates.now
         what = "keep drafting while the target verifies"
-        what = what if other else "draft only once the verdict has come"
+        what = what if other else "draft only after the verdict"
         yield Advice("ahead", what, (f"--draft.ahead={str(other).lower()}",), gain, REPLAYED)
     gain, what = rates.alone / (measured or rates.now), "decode with the target alone"
     yield Advice("alone", what, ("--draft=none",), gain, "measured passes")
@@ -151,12 +150,12 @@ def _weights(rates: Rates, subject: Subject, say: Callable[[str], None]) -> Iter
         what = "weights in 8 bits: another function, with other tokens"
         what = "weights in the 16 bits of the checkpoint: the same function" if same else what
         flags = (f"--target.weights={weights}", *(("--target.cache=fp32",) if same else ()))
-        basis = "measured passes, in proportion to what the plan expects of both types"
+        basis = "measured passes, scaled by the plan's estimates for both types"
         yield Advice("weights", what, flags, gain, basis, same=same)
 
 
 def _at_other_speed(planner: Planner, subject: Subject, other: Subject) -> Planner:
-    """Return a planner whose passes take longer in proportion to those of another subject."""
+    """Return a planner whose pass times are scaled to another subject."""
     host = planner.machine.host
     assert host is not None
     own_s = host.layer_s
@@ -200,10 +199,10 @@ def _placements(rates: Rates, subject: Subject) -> Iterator[Advice]:
 
 
 LEAST_S = 0.3
-"""The shortest run in which the kernel's hundredths of a second show who took the cores."""
+"""The shortest run for which the kernel's counters (in 10 ms) show who used the cores."""
 BALANCED = 0.1
-"""If reading and arithmetic are closer than this, neither is reported as a pass's bound."""
-FEW = 30  # rounds of which no figure should be trusted
+"""If reading and arithmetic are closer than this, neither is reported as the bound of a pass."""
+FEW = 30  # number of rounds below which no figure is reliable
 
 
 def find(
@@ -280,8 +279,8 @@ def _device(actor: Actor, use: Use, evidence: Evidence) -> dict[str, Any]:
 
 
 def _sampled(actor: Actor, evidence: Evidence) -> dict[str, float | None]:
-    """Return the samplers' figures of a process: how busy its cores were, with any process; the
-    share of time that it ran; and for a GPU the driver's figures."""
+    """Return the samplers' figures for a process: how busy its cores were with any process, the
+    share of time that it ran, and for a GPU the driver's figures."""
     worker, state = _worker(actor, evidence)
     found: dict[str, float | None] = {"cores": None, "process": None, "gpu": None}
     if len(evidence.samples) < 2:
@@ -391,7 +390,7 @@ def _alone_from(plain: Sequence[RoundRecord], target: RowCosts) -> str:
 
 def _pass(evidence: Evidence, subject: Subject, t_v_s: float) -> dict[str, Any] | None:
     """A pass compared with the limits of bandwidth and arithmetic of these cores (equations 4 and 5
-    of the Dovetail paper); None if a part of the target computes elsewhere."""
+    of the Dovetail paper); None if a part of the target is computed elsewhere."""
     here, design = subject.here, subject.design
     if here is None or not evidence.on_cpu:
         return None
@@ -444,7 +443,7 @@ def _caveats(evidence: Evidence, others: Mapping[str, Any] | None) -> Iterator[s
     if evidence.changes:
         changes = ", ".join(f"{name} {what}" for name, what in evidence.changes.items())
         yield (
-            f"Workers changed during the run ({changes}): the figures mix what was before and "
+            f"Workers changed during the run ({changes}): the figures mix the time before and "
             "after. Profile again for figures of one set of workers."
         )
     if others is not None and _disturbed(others):
@@ -456,7 +455,7 @@ def _caveats(evidence: Evidence, others: Mapping[str, Any] | None) -> Iterator[s
         )
     if len(evidence.rounds) < FEW:
         few = f"Only {counted(len(evidence.rounds), 'round')} in {evidence.wall_s:.2f} s"
-        yield f"{few}: too few for these figures to be sure. Use longer replies, or more prompts."
+        yield f"{few}: too few for reliable figures. Use longer replies, or more prompts."
 
 
 def _verdict(bounds: Mapping[str, Any], advice: Sequence[Advice]) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Costs and acceptance of a run, as the planner reads them. A proposal is a list of nodes, best
-first, whose beginnings are trees: what a smaller tree would have brought and cost follows from the
-rounds of a larger one."""
+"""Costs and acceptance of a run, for the planner. A proposal is a list of nodes, best first, whose
+prefixes are trees, so the gain and the cost of a smaller tree can be derived from the rounds of a
+larger one."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,30 +32,30 @@ class Soundings:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that is known of a run."""
+    """All data of a run."""
 
     slices: Sequence[Slice]
     rounds: Sequence[SeenRound]
     workers: Sequence[SeenWorker]
-    states: Sequence[WorkerState]  # the states of the same workers, as status has them
+    states: Sequence[WorkerState]  # the states of the same workers, as in status
     pairs: Sequence[PairState]
     start_ns: int
     end_ns: int
     samples: Sequence[Sample]
     absent: Mapping[str, str]  # reading -> why there is none
-    here: str  # the name of this host: workers of others are beyond the samplers
-    tree: Tree  # the tree in force, or the largest that was seen
+    here: str  # the name of this host: the samplers cannot read others
+    tree: Tree  # the tree in force, or the largest one seen
     ahead: bool
     title: str
     workload: str
     soundings: Soundings = field(default_factory=Soundings)
-    adapts: bool = False  # true if the size of the tree follows what pays
+    adapts: bool = False  # true if the size of the tree adapts to its costs
     set_here: bool = True
-    """True if this command sets the tree, rather than the clients of a server."""
+    """True if this command, not the clients of a server, sets the tree."""
     own_device: bool = True  # true if the draft has a separate device, or separate cores
     missed: int = 0
     changes: Mapping[str, str] = field(default_factory=dict)
-    """Workers that came or went meanwhile, and which of the two."""
+    """Workers that registered or left meanwhile, and which of the two."""
     coordinator: int | None = None  # process number of the coordinator, if it runs on this machine
 
     @property
@@ -97,7 +97,7 @@ class Evidence:
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
 LEAST_PLAIN = 4
-"""Rounds without a draft that measure what is outside a pass; the first is often slow."""
+"""Rounds without a draft for measuring the time outside a pass; the first is often slow."""
 
 
 def levels_of(parents: Sequence[int]) -> tuple[int, ...]:
@@ -110,8 +110,8 @@ def levels_of(parents: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Offer:
-    """A round: the levels of the nodes that were verified, best first, those that the target chose,
-    the rows of the passes that it waited for, and whether the next root was in the tree."""
+    """A round: the levels of the verified nodes, best first, the nodes that the target chose, the
+    rows of the passes for which it waited, and whether the next root was in the tree."""
 
     levels: tuple[int, ...]
     accepted: tuple[int, ...]
@@ -119,7 +119,7 @@ class Offer:
     foreseen: bool
 
     def brings(self, tree: Tree) -> int:
-        """Return how many of the chosen nodes such a tree would have had: a prefix of the path."""
+        """Return how many of the chosen nodes such a tree would contain: a prefix of the path."""
         inside = [node for node, level in enumerate(self.levels) if level <= tree.depth]
         kept = set(inside[: tree.gamma])
         return next(
@@ -128,11 +128,11 @@ class Offer:
 
 
 class Replayed:
-    """The acceptance of a draft by rounds that were decoded."""
+    """The acceptance of a draft, from decoded rounds."""
 
     def __init__(self, replies: Sequence[Sequence[RoundRecord]], *, reads: bool) -> None:
-        """`replies`: the rounds of each, the larger their trees the better; `reads`: the draft is a
-        head, which makes its first pass when the verdict is there, whatever was drafted ahead."""
+        """`replies`: the rounds of each, preferably with large trees; `reads`: the draft is a head,
+        which makes its first pass after the verdict, despite any drafting ahead."""
         pairs = [pair for reply in replies for pair in pairwise(reply)]
         self.offers = [
             Offer(
@@ -149,7 +149,7 @@ class Replayed:
 
     @property
     def trees(self) -> list[tuple[int, int]]:
-        """Return gamma and depth of every tree that these rounds have shown."""
+        """Return gamma and depth of every tree in these rounds."""
         gamma = max(len(offer.levels) for offer in self.offers)
         depth = max(max(offer.levels) for offer in self.offers)
         sizes = sorted({gamma, *(one for one in GAMMAS if one < gamma)})
@@ -162,8 +162,8 @@ class Replayed:
         return 1.0 + fmean(offer.brings(tree) for offer in self.offers)
 
     def passes(self, tree: Tree, ahead: float) -> Iterable[tuple[int, float]]:
-        """Return (rows, how many in a round) of the passes that are waited for. Of a root that was
-        foreseen as many passes are made already as there was time for."""
+        """Return (rows, number per round) of the passes for which a round waits. If the root was in
+        the tree, as many passes are already done as there was time for."""
         counts: Counter[int] = Counter()
         for offer in self.offers:
             rows = offer.rows[: tree.depth]
@@ -173,7 +173,7 @@ class Replayed:
 
 
 def replayed(evidence: Evidence) -> Replayed:
-    """Return what the widest trees of the run brought; without soundings those that it had."""
+    """Return the acceptance of the widest trees of the run; without soundings, of its own trees."""
     ordered = sorted(evidence.rounds, key=lambda seen: (seen.session, seen.record.round))
     own = [[one.record for one in its] for _, its in groupby(ordered, lambda seen: seen.session)]
     reads = any(worker.feature_bytes for worker in evidence.states)
@@ -226,14 +226,14 @@ def _known_experts(evidence: Evidence, mixture: Mixture | None) -> ExpertCosts |
 
 
 def _passes(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
-    """Yield rows, seconds, context and experts of every pass that one session had to itself."""
+    """Yield rows, seconds, context and experts of every pass with a single session."""
     for record in (*evidence.records, *_sounded(evidence)):
         if record.verify_ns:
             yield 1 + record.verified, record.verify_ns / NS, record.prefix, record.experts
 
 
 def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
-    """Yield the passes that several sessions shared, if all of their rounds have been seen."""
+    """Yield the passes shared by several sessions, if all of their rounds have been seen."""
     records = {(seen.session, seen.record.round): seen.record for seen in evidence.rounds}
     for piece in timeline.passes(evidence.slices):
         its = [records[key] for key in piece.about if key in records]
@@ -247,7 +247,7 @@ def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float, int]
 
 
 def planner_of(evidence: Evidence, costs: PairCosts) -> Planner:
-    """Return a planner for a target that stays where it is, based on the times of its passes."""
+    """Return a planner for a target as placed now, based on the times of its passes."""
     sessions = timeline.sessions_a_pass(evidence.inside)
 
     def pass_s(rows: int) -> float:
@@ -258,7 +258,7 @@ def planner_of(evidence: Evidence, costs: PairCosts) -> Planner:
 
 
 def draft_of(evidence: Evidence, costs: PairCosts, found: Replayed) -> Draft:
-    """Return the run's draft as the planner takes it."""
+    """Return the run's draft for the planner."""
     beside = [timeline.waited_for(record)[1] for record in evidence.drafted]
     return Draft(
         *("the draft", lambda rows, _: costs.draft.at(rows), lambda _: 0, 0),

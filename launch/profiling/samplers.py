@@ -1,5 +1,5 @@
 """Samples busy cores, processes and GPUs while a workload runs. A sampler that cannot read gives
-the reason, never 0. Only differences of counters mean anything."""
+the reason, never 0. Only differences of counters are meaningful."""
 
 import contextlib
 import importlib
@@ -18,14 +18,14 @@ from dovetail.launch.machine.cards import CARD_CLASSES, LANE_GB_S, Card, read_ca
 ROOT = Path("/")
 DEVICES = "sys/bus/pci/devices"
 NVIDIA = "0x10de"  # the number of the PCI SIG
-GUESTS = ("dev/dxg", "dev/nvidia0")  # ways to a card that is on no bus of ours
+GUESTS = ("dev/dxg", "dev/nvidia0")  # places of a card that is on no bus
 NO_CARD = "no such card is on this machine's bus"
 LANES_GT_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 """The rate of a lane by the generation of PCIe, GT/s."""
 
 
 class Absent(Exception):
-    """Raised if a reading does not exist here; the text has the reason."""
+    """Raised if a reading does not exist here, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class CardReading:
     """The figures of a card; None if it does not report them."""
 
     name: str
-    busy: float | None  # share of the driver's last window, which is coarse: up to a second
+    busy: float | None  # share of the driver's last window, of up to a second
     used_bytes: int | None
     memory_bytes: int | None
-    link_gb_s: float | None  # the rate that its slot carries one way at best
+    link_gb_s: float | None  # the peak rate of its slot in one direction
     integrated: bool = False  # true if it is a part of the processor
 
 
@@ -123,15 +123,15 @@ class Nvml:
 
 class SysfsCards:
     """Cards of AMD and Intel (`machine/cards.py`), by torch's names. Intel reports how long a card
-    was powered down: its busy share is the rest of the time between two readings, None in the
+    was powered down; its busy share is the rest of the time between two readings, None at the
     first."""
 
     def __init__(self, root: Path = ROOT, *, beside_nvidia: bool = False) -> None:
-        """`beside_nvidia`: cuda:N are NVIDIA's cards, and AMD's are called amd:N."""
+        """`beside_nvidia`: cuda:N are NVIDIA's cards, so AMD's are called amd:N."""
         names = {"AMD": "amd" if beside_nvidia else "cuda", "Intel": "xpu"}
         counts = dict.fromkeys(names, 0)
         self._cards: dict[str, Card] = {}
-        # their libraries count what is part of a processor last
+        # their libraries list GPUs that are part of a processor last
         for card in sorted(read_cards(root), key=lambda card: card.integrated):
             if card.driver:
                 self._cards[f"{names[card.maker]}:{counts[card.maker]}"] = card
@@ -139,7 +139,7 @@ class SysfsCards:
         if not self._cards:
             raise Absent(NO_CARD)
         self._idle: dict[str, tuple[float, float]] = {}
-        """Name -> when a card was read last, and how long it had been powered down; seconds."""
+        """Name -> time of a card's last reading, and its powered-down time then; seconds."""
 
     def read(self) -> Mapping[str, CardReading]:
         return {name: self._read(name, card) for name, card in self._cards.items()}
@@ -160,7 +160,7 @@ class Samplers:
     """All samplers of this machine, read together."""
 
     def __init__(self, pids: Sequence[int] = (), *, root: Path = ROOT) -> None:
-        """`pids`: the processes of this machine that are looked at."""
+        """`pids`: the sampled processes of this machine."""
         self._processes = {pid: psutil.Process(pid) for pid in pids}
         self.absent: dict[str, str] = {}  # reading -> why there is none
         nvidia = self._open("NVIDIA cards (NVML)", Nvml)
@@ -196,8 +196,8 @@ class Samplers:
 
 
 def _cores() -> Mapping[int, tuple[float, float]]:
-    """(busy, all) seconds of each logical CPU. A guest's time is in user time already, and steal
-    time is not counted as work."""
+    """(busy, all) seconds of each logical CPU. A guest's time is already part of user time, and
+    steal time does not count as busy."""
     return {
         core: (
             sum(t) - t.idle - t.iowait - t.guest - t.guest_nice - t.steal,
@@ -208,8 +208,8 @@ def _cores() -> Mapping[int, tuple[float, float]]:
 
 
 def busy_cores(first: Sample, last: Sample, cores: Sequence[int]) -> float | None:
-    """Share of the time between two samples in which these cores were busy with anything; None if
-    none of them was read, or no time has passed."""
+    """Share of the time between two samples in which these cores were busy with any process; None
+    if none was read, or no time has passed."""
     known = [core for core in cores if core in first.cores and core in last.cores]
     busy, every = (
         sum(last.cores[core][part] - first.cores[core][part] for core in known) for part in (0, 1)
@@ -218,7 +218,7 @@ def busy_cores(first: Sample, last: Sample, cores: Sequence[int]) -> float | Non
 
 
 def busy_process(first: Sample, last: Sample, pid: int, threads: int) -> float | None:
-    """CPU time of a process between two samples, over the time that its threads had."""
+    """CPU time of a process between two samples, over the time available to its threads."""
     wall_s = (last.at_ns - first.at_ns) / 1e9
     if pid not in first.processes or pid not in last.processes or wall_s <= 0.0:
         return None

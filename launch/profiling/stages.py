@@ -1,4 +1,4 @@
-"""The stages of a profile, which give one `Evidence`: start, warm up, run and watch, sound; or
+"""The stages of a profile, which result in one `Evidence`: start, warm up, run and watch, sound; or
 watch what others decode. Soundings are short replies with other trees, and with none, that measure
 the cost of passes over other numbers of rows and the gain of a larger tree."""
 
@@ -35,27 +35,27 @@ from dovetail.protocol.messages import Reported, RoundRecord, Seen, SeenRound, S
 from dovetail.protocol.settings import MAX_DEPTH, Settings, TreeSettings
 from dovetail.runtime.client import Client
 
-EVERY_S = 0.1  # between two looks: the coordinator answers one in a millisecond or two
+EVERY_S = 0.1  # between two polls: the coordinator answers one within a millisecond or two
 SAMPLE_S = 0.25
 """Between two readings of the samplers: the kernel counts busy time in hundredths of a second."""
 
 
 class RunWatch:
-    """Everything that has been seen since it began; call `glance` as often as there is time."""
+    """All observations since its start; call `glance` as often as possible."""
 
     def __init__(self, client: Client, samplers: Samplers) -> None:
-        """`client`: used for nothing else. Earlier events are skipped."""
+        """`client`: used only for this. Earlier events are skipped."""
         self._client, self.samplers = client, samplers
         self._next = 0
-        self.missed = 0  # rounds and spans that were gone before they were looked at
+        self.missed = 0  # rounds and spans that were dropped before they were read
         self.rounds: list[SeenRound] = []
         self.spans: list[SeenSpan] = []
         self._workers: dict[str, SeenWorker] = {}
         self._there: Sequence[str] = ()
         self.changes: dict[str, str] = {}
-        """Workers that came or went meanwhile, and what of it they did."""
+        """Workers that registered or left meanwhile, and which of the two."""
         self.start_ns = self.end_ns = 0
-        """The stretch of time that is watched, on the coordinator's clock."""
+        """The watched interval, on the coordinator's clock."""
         self._looked_s = self._sampled_s = 0.0
 
     @property
@@ -67,7 +67,7 @@ class RunWatch:
         return [*self._workers.values()]
 
     def begin(self) -> None:
-        """Watch from now on; the coordinator has the workers record fine spans at its next tick."""
+        """Watch from now on; at the coordinator's next tick, workers begin to record fine spans."""
         while self._look().more:
             pass
         self.rounds.clear()
@@ -89,7 +89,7 @@ class RunWatch:
             self._looked_s = now_s
 
     def end(self) -> None:
-        """The last look; what happens after it is not seen."""
+        """Read events for the last time; later ones are not seen."""
         self.samplers.take()
         while self._look().more:
             pass
@@ -116,9 +116,9 @@ class RunWatch:
         self._there = [*now]
 
 
-WIDE, DEEPER = 63, 4  # nodes, and further levels, of the trees that larger ones are judged by
+WIDE, DEEPER = 63, 4  # nodes, and additional levels, of the trees by which larger ones are judged
 LADDER = (1, 3, 7, 31)
-"""Nodes of the trees that passes are measured with, in addition to 0, that of the run, and WIDE."""
+"""Nodes of the trees for measuring passes, in addition to 0, that of the run, and WIDE."""
 WIDE_TOKENS, LADDER_TOKENS, WARM_TOKENS = 96, 24, 12
 WIDE_PROMPTS = 4
 
@@ -204,8 +204,8 @@ class Workload:
 
 
 def watch_others(watch: RunWatch, seconds: float, step: Callable[[str], None]) -> None:
-    """Watch what others have decoded, for so long; Ctrl-C ends it early. `UserError` if nothing
-    was."""
+    """Watch what others decode for this long; Ctrl-C ends it early. `UserError` if nothing was
+    decoded."""
     deadline, shown = time.monotonic() + seconds, 0
     try:
         while (left := deadline - time.monotonic()) > 0:
@@ -222,7 +222,7 @@ def watch_others(watch: RunWatch, seconds: float, step: Callable[[str], None]) -
 
 
 OWN_END = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
-"""Hosts of a URL that are this machine, wherever its server listens."""
+"""Hosts of a URL that mean this machine, at any listening address."""
 
 
 def own_run(
@@ -231,8 +231,8 @@ def own_run(
     check_stack(configuration)
     if running := announcements():
         note(
-            f"another of your coordinators runs on this machine (pid {running[0].pid}); what it "
-            f"does disturbs this profile: --connect {running[0].address} watches it"
+            f"another of your coordinators is running on this machine (pid {running[0].pid}) and "
+            f"would disturb this profile: watch it with --connect {running[0].address}"
         )
     settings, layout = configuration.settings, layout_of(configuration.settings)
     supervisor = owned.enter_context(Supervisor())
@@ -299,7 +299,7 @@ def attached(
     seconds: float,
     seed: int,
 ) -> tuple[Evidence, RunWatch]:
-    """A coordinator that runs: some prompts of ours on it, or what others have decoded
+    """Profile a running coordinator: with some prompts of ours, or with what others decode
     meanwhile."""
     if named := names_models(configuration):
         raise UserError(f"{named} has no effect with --connect: leave one of the two out")
@@ -314,11 +314,11 @@ def attached(
         workload = Workload(Connection(client, state), settings, seed)
         with progress_bar(len(prompts), "replies") as step, _watched(watch):
             workload.run(prompts, watch, step)
-        words = f"{counted(len(prompts), 'prompt')} on a server that runs"
+        words = f"{counted(len(prompts), 'prompt')} on a running server"
     else:
         with progress_bar(int(seconds), "s") as step, _watched(watch):
             watch_others(watch, seconds, step)
-        words = "a server that was watched"
+        words = "a watched server"
     status = client.status()
     if not any("target" in worker.roles for worker in status.workers):
         raise UserError("the last target worker has left: this run cannot be profiled")
@@ -343,7 +343,7 @@ def attached(
 
 def _behind(address: str) -> str:
     """The coordinator's address behind the URL of a server of this user on this machine; an address
-    stays as it is."""
+    is unchanged."""
     if not speaks_http(address):
         return address
     wanted = _listener(address)
@@ -354,8 +354,8 @@ def _behind(address: str) -> str:
 
 
 def _listener(url: str) -> tuple[str, str | None, int | None]:
-    """Scheme, host and port of a URL; all names of this machine's own end are one. `UserError` if
-    it is no URL."""
+    """Scheme, host and port of a URL; all names of this machine are one. `UserError` if it is not a
+    URL."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -371,7 +371,7 @@ def _watched(watch: RunWatch) -> Iterator[None]:
     yield
     watch.end()
     if not watch.rounds:
-        raise UserError("no reply had a second token: take longer ones, or allow more tokens")
+        raise UserError("no reply had a second token: use longer ones, or allow more tokens")
 
 
 def _coordinator_of(state: Reported) -> int | None:

@@ -1,4 +1,4 @@
-"""What every process did at every moment, and what idle ones waited for, in seconds, from intervals
+"""What every process did at every moment, and for what idle ones waited, in seconds, from intervals
 on one clock. A process outside its spans waits for the other side, the coordinator or a message
 while a session runs. Growth ahead of a verdict is busy time of the draft."""
 
@@ -20,7 +20,7 @@ NS = 1e9
 
 @dataclass(frozen=True)
 class Slice:
-    """A process did something for a while."""
+    """An interval in which a process did something."""
 
     process: str
     name: str
@@ -44,8 +44,8 @@ class Slice:
 
     @property
     def about(self) -> Sequence[tuple[int, int]]:
-        """Session and round of everything it belongs to; spans of a session outside of its rounds
-        are left out."""
+        """Sessions and rounds to which it belongs; spans of a session outside of its rounds are
+        left out."""
         if self.shared or self.session is None or self.round is None:
             return self.shared
         return ((self.session, self.round),)
@@ -61,10 +61,10 @@ class Actor:
 
 @dataclass
 class Use:
-    """The use of a stretch of time on a device, in seconds. `busy_s` and the waits add up to it."""
+    """The use of a device's time in an interval, in seconds; `busy_s` and waits add up to it."""
 
     busy_s: float = 0.0
-    ahead_s: float = 0.0  # the part of the busy time that is growth no round waited for
+    ahead_s: float = 0.0  # the part of the busy time that is growth for which no round waited
     waiting_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_name_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of all spans by name; parts of a span are also counted in it."""
@@ -97,7 +97,7 @@ def uses(
 
 
 def _cause(actor: Actor, actors: Sequence[Actor], waited_for: frozenset[str]) -> str:
-    """Return what an idle actor waits for while a session is under way, by who works."""
+    """Return for what an idle actor waits while a session is running, by the working process."""
     others = [other for other in actors if other.name in waited_for and other.name != actor.name]
     for role in ("target", "draft"):
         if role not in actor.roles and any(role in other.roles for other in others):
@@ -108,8 +108,8 @@ def _cause(actor: Actor, actors: Sequence[Actor], waited_for: frozenset[str]) ->
 def _moments(
     slices: Sequence[Slice], start_ns: int, end_ns: int
 ) -> Iterator[tuple[int, int, frozenset[str], frozenset[str], bool]]:
-    """(begin, end, who works, whose work is waited for, whether a session is under way), from start
-    to end, without gaps."""
+    """(begin, end, who works, whose work is awaited, whether a session is running), from start to
+    end, without gaps."""
     edges: list[tuple[int, int, int, str]] = []
     for piece in slices:
         if piece.works and piece.end_ns > start_ns and piece.start_ns < end_ns:
@@ -165,8 +165,8 @@ def sessions_a_pass(slices: Iterable[Slice]) -> float:
 
 
 def round_ms(slices: Sequence[Slice], rounds: int) -> dict[str, float]:
-    """Milliseconds a round of all spans by name, of every process; parts of a span are also counted
-    in it."""
+    """Milliseconds per round of all spans by name, for every process; parts of a span are also
+    counted in it."""
     sums: dict[str, float] = defaultdict(float)
     for piece in slices:
         if piece.session is not None or piece.shared or piece.name in AHEAD:
@@ -183,14 +183,14 @@ def tokens_of(records: Iterable[RoundRecord]) -> int:
 
 
 def firsts_of(rounds: Iterable[SeenRound]) -> int:
-    """Return how many replies began: the first token of each comes with the prompt, and belongs to
-    no round."""
+    """Return how many replies began: the first token of each is from the prompt's pass and belongs
+    to no round."""
     return sum(seen.record.round == 1 for seen in rounds)
 
 
 def waited_for(record: RoundRecord) -> tuple[Sequence[tuple[int, int]], int]:
-    """Return (rows, nanoseconds) of the draft's passes that a proposal waited for, which come
-    before those ahead of it, and the nanoseconds of drafting that was waited for in no pass."""
+    """Return (rows, nanoseconds) of the draft passes for which a proposal waited, which are listed
+    before those ahead of it, and the nanoseconds of other drafting for which it waited."""
     sums = [0, *accumulate(taken for _, taken in record.passes)]
     waited = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
     return record.passes[:waited], record.draft_ns - sums[waited]
@@ -209,7 +209,7 @@ class Split:
 
 
 def split_of(rounds: Sequence[SeenRound]) -> Split | None:
-    """Return the mean of all rounds that follow another one of their session, or None."""
+    """Return the mean over all rounds that follow another one of their session, or None."""
     ordered = sorted(rounds, key=lambda seen: (seen.session, seen.record.round))
     pairs = [
         (one, two)

@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def is_table(self) -> bool:
-        """True if it is a mapping: its flag can be given several times."""
+        """True if it is a mapping; its flag can then be repeated."""
         return (
             get_origin(self.field.annotation) is tuple
             and get_origin(get_args(self.field.annotation)[0]) is tuple

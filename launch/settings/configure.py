@@ -1,5 +1,5 @@
 """The settings in force (flag `--tree.gamma 6` > variable `DOVETAIL_TREE__GAMMA` > `--config FILE`
-> default) and their origins. The embedded pair of models has a file that the user's overrides."""
+> default) and their origins. The embedded pair has a settings file, which the user's overrides."""
 
 import difflib
 import json
@@ -29,12 +29,12 @@ OTHERS: Mapping[str, Sequence[str]] = {
     "target.prefill": ("auto", "local"),
     "draft.device": ("auto",),
 }
-"""The settings that name a device -> their other values."""
+"""Settings that name a device -> their other values."""
 
 
 def check_devices(settings: Settings, origins: Mapping[str, str]) -> None:
     """Refuse a setting that does not name a device; `SettingsError` has its name, value and origin.
-    The worker finds out whether the device exists."""
+    The worker checks whether the device exists."""
     target, draft = settings.target, settings.draft
     given = (target.device, target.split.device, target.prefill, draft.device)
     for (name, others), value in zip(OTHERS.items(), given, strict=True):
@@ -46,7 +46,7 @@ def check_devices(settings: Settings, origins: Mapping[str, str]) -> None:
 
 
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
-BY_FILE = "the GGUF file"  # the origin of weights chosen by a target's file
+BY_FILE = "the GGUF file"  # the origin of weights determined by a target's file
 PATHS = {
     *("target.model", "draft.model", "tree.thresholds", "http.api_key_file"),
     *("coordinator.journal", "coordinator.record", "coordinator.keys"),
@@ -58,15 +58,15 @@ POSITIONAL = "MODEL"  # the origin of a target given as an argument
 
 @dataclass(frozen=True)
 class Configuration:
-    """The settings in force; `origins` has for every dotted name whether it came from a flag, a
-    variable, a file, the demo's file, a model's file or a default."""
+    """The settings in force; `origins` has the origin of every dotted name: a flag, a variable, a
+    file, the demo's file, a model's file or a default."""
 
     settings: Settings
     origins: Mapping[str, str]
     local: bool = True
-    """True if the workers are started with these settings, not by another command."""
+    """True if this command starts the workers with these settings."""
     thresholds: str | tuple[float, ...] = ""
-    """`tree.thresholds` as given; the settings have numbers alone, so no file name is sent."""
+    """`tree.thresholds` as given; the settings contain only numbers, so no file name is sent."""
 
     def value(self, name: str) -> Any:
         if name == "tree.thresholds":
@@ -85,7 +85,7 @@ class Configuration:
         return [f"--{name}={SETTINGS[name].flag_text(self.value(name))}" for name in names]
 
     def typed(self, *sections: str) -> list[str]:
-        """Return these flags as a user would type them: a GGUF file instead of its view."""
+        """Return these flags in the user's form: a GGUF file instead of its view."""
         parts = (flag.partition("=") for flag in self.arguments(*sections))
         return [f"{name}={spelled(value)}" for name, _, value in parts]
 
@@ -130,7 +130,7 @@ def configure(
     ]
     if model is not None:
         if (named := (flags or {}).get("target.model", model)) != model:
-            raise SettingsError(f"{model} and --target {named} name two targets: leave one out")
+            raise SettingsError(f"{model} and --target {named} name two targets: leave out one")
         layers.append((POSITIONAL, {"target.model": parse_setting("target.model", model, "MODEL")}))
     if demo and not any(values.get("target.model") for _, values in layers):
         layers.insert(0, ("demo", read_file(DEMO_SETTINGS)))
@@ -187,8 +187,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
-    """The settings among the variables. Others may have our prefix (Kubernetes sets such names for
-    services), but not with two underscores."""
+    """The settings among the variables. Other variables may have our prefix (Kubernetes sets such
+    names for services), but without two underscores."""
     by_name = {s.variable: s for s in SETTINGS.values()}
     collapsed = {name.replace("__", "_"): name for name in by_name}
     found = []

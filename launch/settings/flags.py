@@ -30,13 +30,13 @@ GROUPS = {
 MODELS = ("target.model", "target.weights")
 REPLIES = ("sampling.temperature", "sampling.max_tokens")
 BASIC = (*MODELS, "memory.vram", "tree.policy", *REPLIES)
-"""Settings in `--help` unless a command names its own; `--help-all` has the others."""
+"""Settings in `--help` unless a command names its own; the others are in `--help-all`."""
 DEMONSTRATED = (*MODELS, *REPLIES)
 """Settings in `--help` of commands that newcomers run with the embedded pair."""
-LONGEST_METAVAR = 24  # characters; kinds of values that take more are called TEXT in help
+LONGEST_METAVAR = 24  # characters; longer kinds of values are called TEXT in help
 LISTENING = ("http.host", "http.port", "http.api_key_file", "http.model")
 SERVING = (*MODELS, *LISTENING, "coordinator.listen", "coordinator.keys")
-"""Settings in `--help` of `serve` and of exports: models, and where clients and workers connect."""
+"""Settings in `--help` of `serve` and exports: models, and addresses for clients and workers."""
 HERE = tuple(section for section in ALL_SECTIONS if section != "ray")
 """Sections of the settings of a command whose processes run on this machine."""
 DECODING_SECTIONS = tuple(section for section in HERE if section != "http")
@@ -116,8 +116,7 @@ def settings_flags(
 
 
 def take_settings(parameters: dict[str, Any]) -> dict[str, str]:
-    """Takes the settings out of a command's parameters: dotted name -> text of those that were
-    given."""
+    """Takes the settings out of a command's parameters: dotted name -> text of the given ones."""
     flags = {
         name: parameters.pop(_parameter(name))
         for name in SETTINGS
@@ -170,8 +169,8 @@ def _options(
 
 
 def _check_misspelling(draft: str) -> None:
-    """`SettingsError` if `draft` is a number or a misspelt kind, and no folder: it would be looked
-    up on the hub."""
+    """`SettingsError` if `draft` is a number or a misspelt kind, and not a folder: it would be
+    looked up on the hub."""
     if draft in DRAFT_KINDS or Path(draft).expanduser().exists():
         return
     neither = f"--draft {draft} is neither a kind of draft nor a folder"

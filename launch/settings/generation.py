@@ -21,8 +21,8 @@ TAKEN = {
 
 
 def with_generation_config(configuration: Configuration) -> tuple[Configuration, str]:
-    """Return settings completed by the target's sampling defaults, and those in words, or empty.
-    `SettingsError` for a damaged file, or a value that no request may have."""
+    """Return settings completed by the target's sampling defaults, and a description of these, or
+    empty. `SettingsError` for a damaged file or an invalid value."""
     settings = configuration.settings
     if settings.sampling.generation_config == "none" or not settings.target.model:
         return configuration, ""
@@ -35,7 +35,7 @@ def with_generation_config(configuration: Configuration) -> tuple[Configuration,
 
 
 def by_folder(configuration: Configuration, folder: Path | None) -> tuple[Configuration, str]:
-    """As `with_generation_config`, for the target in this folder; None if it is unknown."""
+    """Like `with_generation_config`, for the target in this folder; None if it is unknown."""
     if folder is None or configuration.settings.sampling.generation_config == "none":
         return configuration, ""
     file = folder / FILE
@@ -56,7 +56,7 @@ def by_folder(configuration: Configuration, folder: Path | None) -> tuple[Config
 
 
 def _defaults(file: Path) -> Iterator[tuple[str, Any]]:
-    """The settings in a file. A model with `do_sample` false is decoded greedily; with true its
+    """The settings in a file. A model with `do_sample` false is decoded greedily; with true, its
     default temperature is 1."""
     try:
         content = json.loads(file.read_bytes())
@@ -65,7 +65,7 @@ def _defaults(file: Path) -> Iterator[tuple[str, Any]]:
             f"{file} is not JSON: correct it, or use --sampling.generation_config none"
         ) from None
     if not isinstance(content, dict):
-        raise SettingsError(f"{file} is no JSON object: take the one that belongs to the model")
+        raise SettingsError(f"{file} is not a JSON object: use the one that belongs to the model")
     sampled = content.get("do_sample")
     if sampled is True:
         content = {"temperature": 1.0, **content}

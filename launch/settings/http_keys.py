@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 class KeyFile(Sequence[str]):
     """The API keys, reread when their file changes. Errors in the new file are logged, and the
-    previous keys stay valid."""
+    previous keys remain valid."""
 
     def __init__(
         self, settings: HttpSettings, *, now_s: Callable[[], float] = time.monotonic
@@ -66,8 +66,8 @@ class KeyFile(Sequence[str]):
 
 
 def read_keys(settings: HttpSettings) -> tuple[str, ...]:
-    """The API keys; `UserError` if they are required and missing, if other users can read them, or
-    if the file is not one of keys."""
+    """The API keys; `UserError` if they are required but missing, if other users can read them, or
+    if the file is not a file of keys."""
     if not settings.api_key_file:
         if not is_here_only(settings.host):
             text = f"http.host = {settings.host!r} is open to other machines, which needs a key"
@@ -93,7 +93,7 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
         place, what = next(iter(wrong.items()), (1, "holds no key"))
         raise SettingsError(
             f"http.api_key_file {path}, line {place}, {what}: write one key of at least "
-            f"{SHORTEST_KEY} ASCII characters a line, such as `openssl rand -hex 32` prints"
+            f"{SHORTEST_KEY} ASCII characters per line, such as `openssl rand -hex 32` prints"
         )
     return tuple(keys.values())
 

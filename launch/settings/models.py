@@ -1,5 +1,5 @@
-"""The embedded models, and which one an empty setting means; what a quantised target, in GGUF files
-or safetensors, is computed from."""
+"""The embedded models, and those that empty settings mean; the numbers from which a quantised
+target, in GGUF files or safetensors, is computed."""
 
 from pathlib import Path
 
@@ -17,13 +17,13 @@ TARGET_FOLDER = DEMO_FOLDER / "target"
 
 
 def with_target(settings: TargetSettings) -> TargetSettings:
-    """`settings` that name a model: the embedded target if they name none."""
+    """`settings` with a model: the embedded target if they name none."""
     return settings if settings.model else settings.model_copy(update={"model": str(TARGET_FOLDER)})
 
 
 def with_draft(settings: DraftSettings) -> DraftSettings:
-    """`settings` that name a model, unless their draft has none: the embedded one of their kind if
-    they name none; `UserError` if there is no such head."""
+    """`settings` with a model, unless their draft has none: the embedded one of their kind if they
+    name none; `UserError` if there is no such head."""
     if settings.model or not DRAFT_KINDS[settings.kind].own_model:
         return settings
     if settings.kind not in HEAD_KINDS:
@@ -31,7 +31,7 @@ def with_draft(settings: DraftSettings) -> DraftSettings:
     folder = head_folder(settings.kind)
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"draft.kind = {settings.kind!r}: no such head is embedded; make one with `dovetail "
+            f"draft.kind = {settings.kind!r}: no such head is embedded; train one with `dovetail "
             f"train {settings.kind}`, and name its folder with --draft"
         )
     return settings.model_copy(update={"model": str(folder)})
@@ -41,8 +41,8 @@ def head_folder(kind: str) -> Path:
     return DEMO_FOLDER / "heads" / kind
 
 
-FUNCTIONS = {"fp32": "the file's exact function", "half": "exact for 16-bit files alone"}
-"""Weights -> what they compute from a GGUF file; others compute another function."""
+FUNCTIONS = {"fp32": "the file's exact function", "half": "exact only for 16-bit files"}
+"""Weights -> the function that they compute from a GGUF file; others compute another function."""
 BLOCKS = {"int8": "its blocks, times activations in int8", "fp32": FUNCTIONS["fp32"]}
 """Activations -> the function that weights `file` compute."""
 LESS = "--weights file takes less"
@@ -54,7 +54,7 @@ def why_not_blocks(target: TargetSettings) -> str:
     has none."""
     if not in_blocks(Path(target.model)):
         return ""
-    alone = "blocks are computed by the C++ kernels alone"
+    alone = "blocks are computed only by the C++ kernels"
     if target.backend == "library":
         return alone
     return f"{alone}, and {why}" if (why := kernels.why_not()) else ""
@@ -87,7 +87,7 @@ def blocks_in_words(target: TargetSettings) -> str:
 
 
 def _scheme_in(folder: Path) -> str:
-    """The quantisation method of a folder's weights; empty if we read none (loading reports it)."""
+    """The quantisation method of a folder's weights; empty if unsupported (loading reports it)."""
     try:
         scheme = scheme_of(text_part(read_json(folder / "config.json")))
     except (CheckpointError, ValueError):

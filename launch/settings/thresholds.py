@@ -10,8 +10,7 @@ merged, so that only numbers are sent.
     [fitted_on]                     # for people
     [[bins]]
 
-The embedded drafts have such files beside them (`demo/thresholds-KIND.toml`). Knows neither how
-thresholds are found nor what a tree does with them.
+The embedded drafts have such files (`demo/thresholds-KIND.toml`).
 """
 
 import hashlib
@@ -45,9 +44,9 @@ class Thresholds:
 def thresholds_of(
     named: str | tuple[float, ...], settings: Settings, *, local: bool
 ) -> tuple[float, ...]:
-    """Return the thresholds of `heterospec`: of the `named` file, or of the embedded draft; numbers
-    are returned unchanged. `SettingsError` names what is missing or does not fit, and the command
-    that makes it. `local`: whether the settings' draft is used, and checked."""
+    """Return the thresholds of `heterospec`: from the `named` file, or of the embedded draft;
+    numbers are returned unchanged. `SettingsError` names the missing or unsuitable thresholds and
+    the command that makes them. `local`: whether the settings' draft is used, and checked."""
     if not isinstance(named, str):
         return named
     path = Path(named).expanduser() if named else _shipped(settings) if local else None
@@ -117,7 +116,7 @@ def _check(path: Path, found: Thresholds, settings: Settings, local: bool) -> No
     for key in MADE_FOR:
         if (there := made_for.get(key)) != (is_here := getattr(settings.tree, key)):
             raise SettingsError(
-                f"the thresholds in {path} were made for tree.{key} = {there}, and it is "
+                f"the thresholds in {path} were made for tree.{key} = {there}, but it is "
                 f"{is_here}: {_remedy(settings)}"
             )
 

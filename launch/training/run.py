@@ -1,4 +1,4 @@
-"""The training of a draft head: features, shape, plan, and the folder that comes of it."""
+"""The training of a draft head: features, shape, plan, and the resulting folder."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
-"""Files of a head's folder that a draft does not load."""
+"""Files of a head's folder that are not needed for drafting."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrainingOptions:
     kind: str
     out: Path
     own: Mapping[str, Any] = field(default_factory=dict)
-    """The options that only this kind has, by their fields."""
+    """The options specific to this kind, by field."""
     data: tuple[Path, ...] = ()
     features: Path | None = None
     target: str | None = None
@@ -63,8 +63,8 @@ class TrainingOptions:
     processes: int = 1
 
     def chosen(self, *, recipe: bool) -> dict[str, Any]:
-        """Return the own options of the kind, by the fields that they set: of the losses' recipe,
-        or of the head's shape."""
+        """Return the kind's specific options by the fields that they set, of the losses' recipe or
+        the head's shape."""
         options = [option for option in TRAINED[self.kind].options if bool(option.recipe) == recipe]
         return {o.recipe or o.field: self.own.get(o.field, o.default) for o in options}
 
@@ -200,7 +200,8 @@ Trained by `dovetail train {kind}` for the target
 - {target}
 - checkpoint digest `{digest}`
 
-`dovetail generate --target TARGET --draft THIS_FOLDER "..."` drafts with it. Embedding{and_head} of the target are not in here: they are taken from it.
+`dovetail generate --target TARGET --draft THIS_FOLDER "..."` drafts with it. Embedding{and_head}
+are not included: they are taken from the target.
 
 | | |
 | --- | --- |
@@ -212,19 +213,19 @@ Trained by `dovetail train {kind}` for the target
 | losses | {losses} |
 | seed | {seed} |
 
-Measured on the held-out sequences by simulation: chains of the {depth} most likely tokens, drafted from every position on the head's own output, against what
-the target takes at temperature 0.
+Measured on the held-out sequences by simulation: chains of the {depth} most likely tokens, drafted
+from every position on the head's own output, against the target's choices at temperature 0.
 
 | | |
 | --- | --- |
-| tokens a round, the target's own included | **{tau:.2f}** |
-| accepted at depth {depths}, of those that got so far | {at} |
+| tokens per round, including the target's own | **{tau:.2f}** |
+| accepted at depth {depths}, of those that reached it | {at} |
 {more}
 ![Loss](loss.svg)
 ![Acceptance](acceptance.svg)
 
 `training.json` has every measurement and all settings.
-"""  # noqa: E501
+"""
 
 
 def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
@@ -259,8 +260,8 @@ def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
 
 
 def public_name(target: str) -> str:
-    """Return the name of a target on a card: a hub id as it is, a folder by its name without the
-    path, which is private."""
+    """Return the name of a target on a card: a hub id, or the name of a folder without its path,
+    which is private."""
     if Path(target).is_dir():
         return f"the model in a folder called {Path(target).resolve().name}"
     return target
@@ -332,7 +333,7 @@ def tell(result: Mapping[str, Any], line: str, *, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def show_progress() -> "Iterator[Callable[[Progress], None]]":
-    """A bar on a terminal; elsewhere a plain line now and then."""
+    """A bar on a terminal; elsewhere a plain line from time to time."""
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -43,7 +43,7 @@ def test_without_another_model_the_draft_is_a_lookup(target: Path) -> None:
     found, said = chosen(target)
     assert found.settings.draft.kind == "ngram"
     assert said[1] == (
-        "draft ngram (a look-up in the text): no head of the target and no smaller model is there; "
+        "draft ngram (a look-up in the text): there is no head of the target and no smaller model; "
         "--draft names another"
     )
 
@@ -104,7 +104,7 @@ def test_weights_are_the_checkpoints_own_if_they_fit(target: Path) -> None:
     found, said = chosen(target)
     assert (found.settings.target.weights, said[0]) == (
         "half",
-        "weights half: the checkpoint's own 16 bits; --weights names others",
+        "weights half: the checkpoint's own 16 bits; change with --weights",
     )
     file = target / "model.safetensors"
     save_file({name: one.to(torch.float32) for name, one in load_file(file).items()}, file)
@@ -112,7 +112,7 @@ def test_weights_are_the_checkpoints_own_if_they_fit(target: Path) -> None:
     found, said = chosen(target, memory__ram="80MB")
     assert (found.settings.target.weights, said[0]) == (
         "int8",
-        "weights int8: fp32 does not fit into memory; --weights names others",
+        "weights int8: fp32 does not fit into memory; change with --weights",
     )
 
 
@@ -171,7 +171,7 @@ def test_a_gguf_file_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
         write_gguf(folder, file, lambda *_: Type.Q8_0, **tokens_of(folder))
         files.append(file)
     found, said = chosen(files[0])
-    assert said[0] == "weights file: the file's own blocks; --weights names others"
+    assert said[0] == "weights file: the file's own blocks; change with --weights"
     assert Path(found.settings.draft.model).name == "draft.gguf"
 
 
@@ -219,7 +219,7 @@ def test_a_gguf_target_is_computed_from_its_blocks_unless_something_else_is_name
     asked = weights(blocks, **{"target.weights": "fp32"})
     assert asked[1].endswith("; --weights file takes less")
     found, said = weights(blocks, **{"target.backend": "library"})
-    why = "blocks are computed by the C++ kernels alone"
+    why = "blocks are computed only by the C++ kernels"
     assert (found, said.rpartition("; ")[2]) == ("fp32", why)
     split = {"target.split.device": "cuda:0"}
     assert weights(blocks, **split)[0] == "file"
@@ -243,7 +243,7 @@ def test_a_gguf_file_of_the_hub_is_chosen_and_planned_as_the_blocks_that_it_has(
     for name in ("some-one/m", "some-one/m/m-Q8_0.gguf"):
         found, said = chosen(name)
         assert found.settings.target.weights == "file"
-        assert said[0] == "weights file: the file's own blocks; --weights names others"
+        assert said[0] == "weights file: the file's own blocks; change with --weights"
     done = invoke("plan", "--target", "some-one/m", "--weights", "file")
     assert done.returncode == 0, done.stderr
 

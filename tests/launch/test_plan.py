@@ -147,7 +147,7 @@ def test_of_several_heads_the_number_of_blocks_is_decided_too(
         "Dovetail",
     )
     assert 1 < alone["blocks"] <= 6
-    assert "has to be trained" in alone["lacks"]
+    assert "must be trained" in alone["lacks"]
     laptop = named(
         plan(
             *shlex.split(
@@ -291,7 +291,7 @@ def test_without_a_draft_it_plans_with_those_that_are_there(
     (there,) = (one for one in found["alternatives"] if "draft.model" in one["settings"])
     assert Path(there["settings"]["draft.model"]).samefile(DEMO_FOLDER / "draft")
     assert not there["lacks"]
-    assert any("has to be trained" in one["lacks"] for one in found["alternatives"])
+    assert any("must be trained" in one["lacks"] for one in found["alternatives"])
     only = plan(*asked, "--draft", "dovetail")
     assert all("draft.model" not in one["settings"] for one in only["alternatives"])
 
@@ -496,7 +496,7 @@ def test_the_first_line_is_a_command_that_lacks_nothing(invoke: Run) -> None:
     lines = invoke(*asked, "--draft", "dovetail").stdout.splitlines()
     assert shlex.split(lines[0])[:2] == ["dovetail", "serve"]
     assert {"--target=FOLDER", "--draft=none"} <= {*shlex.split(lines[0])}
-    assert "Dovetail, split target needs more: the draft has to be trained" in lines[-2]
+    assert "Dovetail, split target needs more: the draft must be trained" in lines[-2]
     trained = shlex.split(lines[-2].partition(": dovetail train ")[2])
     assert {"--data", "--out"} <= {*trained}, "train asks for both"
     assert lines[-1].startswith("then: dovetail serve ")

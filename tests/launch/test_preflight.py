@@ -188,7 +188,7 @@ def test_an_embedded_head_is_taken_where_there_is_one_and_else_it_is_said_how_to
     settings = configure(flags={"draft.kind": "eagle3"}, environment={}).settings
     with pytest.raises(
         UserError,
-        match=r"^draft\.kind = 'eagle3': no such head .* make one with `dovetail train eagle3`",
+        match=r"^draft\.kind = 'eagle3': no such head .* train one with `dovetail train eagle3`",
     ):
         check_draft(settings)
     (tmp_path / "heads").mkdir()

@@ -180,7 +180,7 @@ def test_what_no_node_has_is_named_with_what_the_cluster_has(run: Run) -> None:
         done = run("serve", *flags, "--ray.target=CPU=64", "--http.port=0")
         assert (done.returncode, done.stdout) == (2, "")
         last = done.stderr.splitlines()[-1]
-        assert "no node of the cluster has what the target worker asks for, CPU=64" in last
+        assert "no node of the cluster has the resources of the target worker, CPU=64" in last
         assert "ray.target" in last
         assert "CPU=2" in last
 

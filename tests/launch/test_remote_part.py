@@ -99,11 +99,11 @@ def test_a_node_that_is_lost_ends_its_process_and_one_that_cannot_start_it_says_
     assert (made.ending().code, made.ending().mistake) == (1, False)
     with pytest.raises(DovetailError, match="the target worker was lost with its actor"):
         raise made.failure()
-    made, _ = part(NODE, {"why": "2 cores were asked for", "mistake": True})
+    made, _ = part(NODE, {"why": "2 cores were requested", "mistake": True})
     made.begin(SeatCommand(["worker"]))
     for step in range(4):
         made.poll(float(step))
-    with pytest.raises(UserError, match="the target worker: 2 cores were asked for"):
+    with pytest.raises(UserError, match="the target worker: 2 cores were requested"):
         raise made.failure()
 
 
@@ -180,13 +180,13 @@ def test_the_bundle_that_has_no_place_is_named_with_what_the_nodes_have() -> Non
     nodes = [node("a", CPU=2), node("b", CPU=4, free=1.0)]
     bundles = bundles_of(settings(ray__target="CPU=8"), PAIR, nodes, "id-a")  # type: ignore[arg-type]
     why = why_not(bundles, nodes, "PACK")
-    assert "no node of the cluster has what the target worker asks for, CPU=8" in why
+    assert "no node of the cluster has the resources of the target worker, CPU=8" in why
     assert "(ray.target)" in why
     assert "a has memory=64GB, CPU=2, label:zone=a; b has memory=64GB, CPU=4 (1 free)" in why
     bundles = bundles_of(settings(ray__target="CPU=4"), PAIR, nodes, "id-a")  # type: ignore[arg-type]
-    assert "has free what the target worker asks for" in why_not(bundles, nodes, "PACK")
+    assert "has free resources for the target worker" in why_not(bundles, nodes, "PACK")
     bundles = bundles_of(settings(ray__target="CPU=2"), PAIR, nodes, "id-a")  # type: ignore[arg-type]
-    assert "together (ray.strategy STRICT_PACK)" in why_not(bundles, nodes, "STRICT_PACK")
+    assert "replica (ray.strategy STRICT_PACK)" in why_not(bundles, nodes, "STRICT_PACK")
 
 
 @pytest.mark.parametrize("text", ["CPU", "CPU=many", "CPU=-1", "CPU=1,CPU=2", "=1"])
@@ -237,9 +237,9 @@ def test_cores_of_several_nodes_are_claimed_where_none_has_enough() -> None:
 
 def test_fewer_cores_than_asked_for_are_an_error_that_takes_none() -> None:
     kept = claim(7, topology=TWO_SOCKETS)
-    with pytest.raises(UserError, match=r"2 cores were asked for, and 1 of"):
+    with pytest.raises(UserError, match=r"2 cores were requested, but 1 of"):
         claim(2, topology=TWO_SOCKETS)
     assert len(claim(1, topology=TWO_SOCKETS).place.cores) == 1
-    with pytest.raises(UserError, match="1 cores were asked for, and 0 of"):
+    with pytest.raises(UserError, match="1 cores were requested, but 0 of"):
         claim(1, topology=TWO_SOCKETS)
     kept.close()

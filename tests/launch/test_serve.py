@@ -465,7 +465,7 @@ def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_aga
     assert not ask(found["url"], "/readyz")[1]["degraded"]
 
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
-    told(process, "no worker serves in place of the draft worker any longer; it is restarted")
+    told(process, "no worker replaces the draft worker any longer; it is restarted")
     told(process, "the draft worker is ready again")
 
 

@@ -115,7 +115,7 @@ def test_another_tree_than_that_of_the_thresholds_is_refused(
 ) -> None:
     with pytest.raises(
         SettingsError,
-        match=rf"made for tree.{key} = (8|4|auto), and it is {text}: run `dovetail stratify",
+        match=rf"made for tree.{key} = (8|4|auto), but it is {text}: run `dovetail stratify",
     ):
         configured(tree__thresholds=str(write(tmp_path / "t.toml")), **{f"tree__{key}": text})
 

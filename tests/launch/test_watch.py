@@ -411,7 +411,7 @@ def test_a_worker_that_was_let_go_for_another_one_is_started_again_when_that_is_
     assert look(watch, 1.0, 20.0, ["target"], ["target", "draft"]) == []
     assert look(watch, 21.0, 29.0, ["target"]) == []
     assert watch.answered(["target"], 20.0 + STUCK_S) == [
-        Tell("no worker serves in place of the draft any longer; it is restarted")
+        Tell("no worker replaces the draft any longer; it is restarted")
     ]
     assert watch.due(20.0 + STUCK_S) == [Start("draft")]
     assert watch.answered(WORKERS, 31.0) == [Tell("the draft is ready again")]
@@ -462,7 +462,7 @@ def test_a_lost_worker_whose_place_was_given_to_another_one_is_not_started_besid
     for second in range(12, 900):
         assert [*watch.answered(others, second, [name], [name]), *watch.due(second)] == []
     assert watch.answered(others, 900.0 + STUCK_S) == [
-        Tell(f"no worker serves in place of the {name} any longer; it is restarted")
+        Tell(f"no worker replaces the {name} any longer; it is restarted")
     ]
     assert watch.due(900.0 + STUCK_S) == [Start(name)]
 

@@ -14,7 +14,7 @@ from dovetail.workers.devices.registry import Memory, memory_of
 CPU, GPU, MEMORY = "CPU", "GPU", "memory"
 NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
 LEAST_BYTES = 256e6
-"""Bytes reserved for a part of unknown size: two processes without torch, and some room."""
+"""Bytes reserved for a part of unknown size: two processes without torch, with some margin."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class Bundle:
-    """The share of a node that one part gets; HTTP lives in that of the coordinator."""
+    """The share of a node for one part; the HTTP API is in the coordinator's."""
 
     part: str
     resources: Mapping[str, float]
@@ -39,7 +39,7 @@ class Bundle:
 
     @property
     def cores(self) -> int:
-        """Return how many cores its process is bound to; 0 if it is not bound."""
+        """Return to how many cores its process is bound; 0 if it is not bound."""
         return int(self.resources.get(CPU, 0.0))
 
     @property
@@ -48,7 +48,7 @@ class Bundle:
         return ",".join([*wishes, *(f"label:{key}={value}" for key, value in self.labels.items())])
 
     def fits(self, node: ClusterNode, *, now: bool = False) -> bool:
-        """True if a node has its resources; `now`: and has them free."""
+        """True if a node has its resources; `now`: if they are also free."""
         there = node.free if now else node.resources
         return all(there.get(name, 0.0) >= value for name, value in self.resources.items()) and all(
             node.labels.get(key) == value for key, value in self.labels.items()
@@ -90,23 +90,21 @@ def why_not(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], strategy: s
     for bundle in bundles:
         if not any(bundle.fits(node) for node in nodes):
             return (
-                f"no node of the cluster has what the {bundle.part} asks for, {bundle.words} "
+                f"no node of the cluster has the resources of the {bundle.part}, {bundle.words} "
                 f"({bundle.setting}): {has}"
             )
     for bundle in bundles:
         if not any(bundle.fits(node, now=True) for node in nodes):
             return (
-                f"no node of the cluster has free what the {bundle.part} asks for, "
-                f"{bundle.words} ({bundle.setting}): {has}"
+                f"no node of the cluster has free resources for the {bundle.part}, {bundle.words} "
+                f"({bundle.setting}): {has}"
             )
     asked = ", ".join(f"the {bundle.part} {bundle.words}" for bundle in bundles)
-    return (
-        f"the cluster has no room for a replica together (ray.strategy {strategy}): {asked}; {has}"
-    )
+    return f"the cluster has no room for a whole replica (ray.strategy {strategy}): {asked}; {has}"
 
 
 def _reserved(wishes: Mapping[str, float]) -> dict[str, float]:
-    """Return the resources above 0, at least a minimal one, since a bundle cannot be empty."""
+    """Return the resources above 0, with at least a minimal one, since a bundle cannot be empty."""
     return {name: value for name, value in wishes.items() if value} or {MEMORY: 1.0}
 
 
@@ -114,7 +112,7 @@ def _cores(
     settings: Settings, roles: Sequence[Played], nodes: Sequence[ClusterNode]
 ) -> dict[str, int]:
     """Return the cores of a target and a draft: those of the settings, else a replica's share of
-    the largest nodes, of which a draft gets one if there are two."""
+    the largest nodes, one of which is the draft's if there are two or more."""
     largest = max((node.resources.get(CPU, 0.0) for node in nodes), default=1.0)
     alike = sum(node.resources.get(CPU, 0.0) == largest for node in nodes) or 1
     share = int(largest // math.ceil(settings.ray.replicas / alike))

@@ -31,7 +31,7 @@ DOVETAIL_MISSING = "No module named 'dovetail"
 
 
 class Cluster:
-    """A cluster that this process has joined, or started; use it as a context."""
+    """A cluster that this process has joined or started; use it as a context."""
 
     def __init__(self, address: str) -> None:
         """`UserError` without an answer."""
@@ -127,7 +127,7 @@ class Reservation:
 
 
 class _Seat(Seat):
-    """A seat that knows the address of its node."""
+    """A seat with the address of its node."""
 
     def __init__(self) -> None:
         super().__init__(ray.util.get_node_ip_address())

@@ -1,5 +1,5 @@
-"""A part of a service on a node of a cluster. Its seat is polled, and decisions follow from each
-answer; nothing blocks. Does not import Ray.
+"""A part of a service on a node of a cluster. Its seat is polled, and each answer leads to a
+decision; nothing blocks. Does not import Ray.
 """
 
 import time
@@ -11,14 +11,14 @@ from dovetail.launch.processes.supervise import Ending
 from dovetail.protocol.errors import DovetailError, UserError
 
 LOOK_EVERY_S, LOOK_SELDOM_S = 0.1, 1.0
-"""Seconds between two polls of a process: at first, and later."""
+"""Seconds between two polls of a process: at first and later."""
 YOUNG_S = 30.0  # seconds after which a process is polled less often
 LOST = 1  # the exit code of a process that was lost with its node
 MISTAKEN = 2
 
 
 class Failed(Exception):
-    """A call to a seat that failed; `mistake`: by a user error."""
+    """A failed call to a seat; `mistake`: because of a user error."""
 
     def __init__(self, why: str, *, mistake: bool = False) -> None:
         super().__init__(why)
@@ -32,7 +32,7 @@ class SeatCommand:
     arguments: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict)
     cores: int = 0
-    last: bool = False  # true if the cores are claimed from the last one on
+    last: bool = False  # true if cores are claimed from the last one downwards
     reads: bool = False  # true if the process prints its address on stdout
 
 
@@ -48,8 +48,8 @@ class RemotePart:
         patience_s: float,
         why_waiting: Callable[[], str],
     ) -> None:
-        """`seat`: a `RemoteSeat`; `release`: what a node must report. After `patience_s`
-        seconds without a node this is logged, with `why_waiting`."""
+        """`seat`: a `RemoteSeat`; `release`: the release that a node must report. After
+        `patience_s` seconds without a node this is logged, with `why_waiting`."""
         self.name, self.seat = name, seat
         self._release = release
         self._why_waiting, self._begun_s = why_waiting, time.monotonic()
@@ -104,7 +104,7 @@ class RemotePart:
         return kind(self._failure or f"the {self.name} {ending.words}")
 
     def lose(self, why: str) -> None:
-        """Count it as ended, whatever its node still reports."""
+        """Count it as ended, ignoring later reports of its node."""
         if self._ending is None:
             self._ending = Ending(LOST, why)
 

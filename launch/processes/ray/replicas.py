@@ -1,5 +1,5 @@
 """Several services, each on its nodes, behind a router, our child. A service that cannot be kept
-running is dropped; the last one ends all. Does not import Ray."""
+running is dropped; losing the last one ends everything. Does not import Ray."""
 
 import logging
 import tempfile
@@ -100,7 +100,7 @@ class Replicas:
             time.sleep(POLL_S)
 
     def drain(self) -> None:
-        """End the router, then each service; a signal meanwhile ends all of them at once."""
+        """End the router, then each service; another signal ends all of them at once."""
         try:
             log.info(
                 "ending: running requests have a few seconds to finish; a second signal ends them "
@@ -120,7 +120,7 @@ class Replicas:
         except DovetailError as failure:
             if len(self._services) == 1 or isinstance(failure, SiteLost):
                 raise
-            log.error("%s is given up: %s", service.name, failure)
+            log.error("%s is abandoned: %s", service.name, failure)
             self._services.remove(service)
 
     # -- the router --------------------------------------------------------------------------------

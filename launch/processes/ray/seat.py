@@ -1,5 +1,5 @@
-"""The body of an actor: one process on its node. In its command `{folder}` is a private folder with
-its keys, `{ip}` the node's address. Does not import Ray."""
+"""The body of an actor: one process on its node. In its command, `{folder}` is a private folder
+with its keys, `{ip}` the node's address. Does not import Ray."""
 
 import fcntl
 import os
@@ -23,8 +23,8 @@ from dovetail.protocol.messages import VERSION
 
 
 def candidates(topology: Topology, *, last: bool = False) -> list[list[tuple[int, int]]]:
-    """Return the hardware threads in the order in which they are claimed, each as memory node and
-    number, by memory node: first one of each physical core. `last`: from the last core on."""
+    """Return the hardware threads in the order of claiming, each as memory node and number, by
+    memory node: first one of each physical core. `last`: from the last core downwards."""
     lists = []
     for node in topology.computing:
         cores = node.cores[::-1] if last else node.cores
@@ -36,13 +36,13 @@ def candidates(topology: Topology, *, last: bool = False) -> list[list[tuple[int
 
 
 class Claim:
-    """Cores that are this process's own until it closes the claim or ends."""
+    """Cores reserved for this process until it closes the claim or ends."""
 
     def __init__(self, place: Place, locks: Sequence[int]) -> None:
         self.place, self._locks = place, locks
 
     def close(self) -> None:
-        """Let go of the cores."""
+        """Release the cores."""
         for lock in self._locks:
             os.close(lock)
 
@@ -64,7 +64,7 @@ def claim(count: int, *, last: bool = False, topology: Topology | None = None) -
         Claim(Place(()), [*taken.values()]).close()
     known = format_numbers(sorted(core for own in lists for _, core in own))
     raise UserError(
-        f"{count} cores were asked for, and {free} of the cores {known} are free: ask for fewer"
+        f"{count} cores were requested, but {free} of the cores {known} are free: request fewer"
     )
 
 
@@ -90,7 +90,7 @@ def _take(
 
 MOST_LINES = 200  # lines of stderr in one result
 LOOK_S, ALONE_S = 1.0, 10.0
-"""Seconds between checks of the node's process, and our grace once that has ended."""
+"""Seconds between checks of the node's process, and our grace after its end."""
 FOLDER, IP = "{folder}", "{ip}"  # placeholders of a command that the node replaces
 
 
@@ -127,8 +127,8 @@ class Seat:
         reads: bool,
     ) -> dict[str, Any]:
         """Start a command with these files in its folder, on this many cores (0: not bound) that no
-        other seat on this machine has, from the `last` ones on if set; `reads`: it prints its
-        address on stdout. Return its pid, or why it was not started."""
+        other seat on this machine has, from the last one downwards if `last`; `reads`: it prints
+        its address on stdout. Return its pid, or why it was not started."""
         for file, text in files.items():
             path = self._folder / file
             path.touch(mode=0o600)
@@ -187,7 +187,7 @@ class Seat:
 
 
 def end_with(node: int) -> None:
-    """Wait until the node's process has ended, and end ours, which is orphaned then; the rest is
+    """Wait until the node's process has ended, then end ours, which is orphaned; the rest is
     cleaned up as after any killed supervisor."""
     while os.getppid() == node:
         time.sleep(LOOK_S)

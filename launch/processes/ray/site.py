@@ -1,6 +1,6 @@
 """A cluster's nodes as the site of a service: a bundle for the coordinator and the HTTP API, by
 default here, and one for each worker. On one node they connect over ipc, else over tcp with keys
-made for this run. A worker starts ahead, and reads the address from stdin."""
+made for this run. A worker starts early, and reads the address from stdin."""
 
 import shutil
 import tempfile
@@ -41,7 +41,7 @@ PARTS_OF: Mapping[Played, tuple[str, ...]] = {
     "unified": ("target", "draft"),
 }
 """The roles of the keys that a worker needs."""
-END_S = 2.0  # beyond the grace of a process: after this we do not wait for its node
+END_S = 2.0  # beyond the grace of a process; then we no longer wait for its node
 
 
 class RaySite:
@@ -68,7 +68,7 @@ class RaySite:
         self._reservation = cluster.reserve(self._bundles, self._settings.ray.strategy)
         self._parts: list[RemotePart] = []
         self._early: dict[str, RemotePart] = {}
-        self._own_keys: Path | None = None  # the keys that were made for this run
+        self._own_keys: Path | None = None  # the keys made for this run
         self.keys: Path | None = None
         self._near = True  # true if the coordinator and the HTTP API are on this machine
         self._mind_s = 0.0
@@ -87,7 +87,7 @@ class RaySite:
 
     def begin(self) -> None:
         """Wait until the cluster has room, and start everything without waiting; `UserError` names
-        the bundle that has no place."""
+        the bundle that does not fit."""
         if not self._reservation.wait(self._settings.ray.wait_s):
             raise UserError(f"{self._why_not()}: change it, add a node, or raise ray.wait_s")
         nodes = self._reservation.nodes()
@@ -117,7 +117,7 @@ class RaySite:
         return part
 
     def misfit(self, name: str, loading: Mapping[str, Any]) -> str:
-        """Always empty: its bundle has room, or Ray finds some."""
+        """Always empty: its bundle has room, or Ray will find some."""
         del name, loading
         return ""
 
@@ -247,7 +247,7 @@ class RaySite:
 def check_settings(configuration: Configuration) -> None:
     if configuration.given("coordinator.listen"):
         raise UserError(
-            "--engine ray chooses where the coordinator listens: leave coordinator.listen out"
+            "--engine ray chooses where the coordinator listens: leave out coordinator.listen"
         )
     numa = configuration.settings.target.numa
     if numa != "auto":

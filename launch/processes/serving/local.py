@@ -41,17 +41,17 @@ class Local:
         keys = self._settings.coordinator.keys
         self.keys = Path(keys) if keys else None
         self._early: dict[str, Child] = {}
-        """Workers that have been started and wait for the address of the coordinator."""
+        """Started workers that wait for the coordinator's address."""
         self._begun_early: Callable[[], dict[str, Child]] = dict
         """Return these workers once they have imported their modules."""
 
     def begin(self) -> None:
-        """Start the workers ahead; a process without threads can fork them."""
+        """Start the workers early; a process without threads can fork them."""
         commands = {name: self._arguments(name, TOLD, "") for name in self.workers}
         self._begun_early = begin_workers(self._supervisor, self._settings, commands)
 
     def start(self, name: str, address: str, url: str) -> Child:
-        """Start a part, or send the address to a worker that was started ahead; the coordinator and
+        """Start a part, or send the address to a worker that was started early; the coordinator and
         the HTTP API print their address on stdout."""
         if name in self.workers:
             self._early, self._begun_early = {**self._early, **self._begun_early()}, dict
@@ -115,8 +115,8 @@ class Local:
         return [*worker_arguments(settings, role, address, self._layout), *keys]
 
     def _listening(self, address: str) -> list[str]:
-        """Return the coordinator's address: that of the settings until the exact one is known,
-        which is kept."""
+        """Return the coordinator's address: that of the settings until the exact one is known and
+        stored."""
         listen = self._settings.coordinator.listen
         return [
             f"--coordinator.listen={address or listen}",

@@ -1,6 +1,6 @@
 """The processes of `dovetail serve`, started, restarted and drained as `watch.py` decides.
 Coordinator and HTTP API are ready when they print a line, a worker when it is registered. Their
-stderr goes to the log once all are ready; before, only the last lines of a failed one."""
+stderr goes to the log once all are ready; before that, only the last lines of a failed one."""
 
 import logging
 import os
@@ -48,7 +48,7 @@ from dovetail.protocol.messages import (
 log = logging.getLogger("dovetail.serve")
 
 DRAIN_S = 4.0
-"""Added to a process's grace for requests; the HTTP API answers waiting clients in 2 s of it."""
+"""Added to a process's grace for requests; the HTTP API answers clients in 2 s of it."""
 ASK_EVERY_S = 1.0  # seconds between two polls of the coordinator once all workers are registered
 LEAST_S = 2.0  # the least time without progress that counts as stuck; parts report every second
 CONNECT_S = 0.5
@@ -115,8 +115,8 @@ class Site(Protocol):
         """Start the slowest parts ahead."""
 
     def start(self, name: str, address: str, url: str) -> Running:
-        """Start a part. `address`, `url`: those of the coordinator and of the HTTP API, as far as
-        these have listened before."""
+        """Start a part. `address`, `url`: those of the coordinator and of the HTTP API, if these
+        have listened before."""
 
     def misfit(self, name: str, loading: Mapping[str, Running]) -> str:
         """Return why a worker cannot be started while others are loading; empty if it can."""
@@ -128,14 +128,14 @@ class Site(Protocol):
         """End a stuck process after it has dumped its stacks."""
 
     def end(self, running: Sequence[Running], grace_s: float) -> None:
-        """End these, with some seconds to do it by themselves."""
+        """End these, with some seconds to exit by themselves."""
 
     def kill(self) -> None:
         """End everything at once."""
 
     def mind(self) -> None:
-        """Called from time to time: keep the cleanup for our own death working; `SiteLost` if the
-        site is lost."""
+        """Called from time to time: keep the clean-up in case of our death working; raise
+        `SiteLost` if the site is lost."""
 
 
 class Service:
@@ -143,7 +143,7 @@ class Service:
     site's processes."""
 
     def __init__(self, site: Site, configuration: Configuration, *, name: str = "") -> None:
-        """`name`: which of several services it is, for the log."""
+        """`name`: of one of several services, for the log."""
         self._site = site
         self._settings = configuration.settings
         self.name, self._called = name, f"{name}: " if name else ""
@@ -162,7 +162,7 @@ class Service:
         self._inquiry: Inquiry | None = None
         self._left = False
         self._told: object = None
-        """The last faults that were sent to the coordinator, and its process at that time."""
+        """The last faults sent to the coordinator, and its process at that time."""
         self._begun: set[str] = set()  # the parts that have been started at least once
         self.address = self.url = ""
         self._look_s = 0.0  # time of the next reading of CPU times
@@ -194,16 +194,16 @@ class Service:
         return {name: running.pid for name, running in self._running.items()}
 
     def begin(self) -> None:
-        """Start the slowest parts ahead; a process without threads can fork them."""
+        """Start the slowest parts early; a process without threads can fork them."""
         self._site.begin()
         self.step()
 
     def run_until_ready(self, say: Callable[[str], None]) -> None:
         """Start everything else, and wait; the error of the first process that ends is raised.
-        `say` is called with what is being waited for."""
+        `say` is called with the missing parts."""
         told = (
             sys.stderr.isatty()
-        )  # `say` shows it; otherwise it is logged once only models are missing
+        )  # `say` shows it; otherwise it is logged when only models are missing
         while not self._watch.serving:
             self.step()
             if HTTP in self._begun:  # a spinner is a thread
@@ -219,8 +219,8 @@ class Service:
             time.sleep(LOADING_POLL_S)
 
     def run(self) -> None:
-        """Keep everything running until the coordinator receives a Stop; the error of a process
-        that cannot be kept running is raised."""
+        """Keep everything running until the coordinator receives a Stop; raise the error of a
+        process that cannot be kept running."""
         while not self._left:
             self.step()
             time.sleep(POLL_S)
@@ -238,8 +238,8 @@ class Service:
         )
 
     def drain(self) -> None:
-        """End the HTTP API, then the coordinator, then the workers; a signal meanwhile ends all of
-        them at once."""
+        """End the HTTP API, then the coordinator, then the workers; another signal ends all of them
+        at once."""
         try:
             self._log(
                 "ending: running requests have a few seconds to finish; a second signal ends them "
@@ -250,15 +250,14 @@ class Service:
         except (KeyboardInterrupt, SystemExit):
             self._site.kill()
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Process events, and act on them; the error of a process that cannot be kept running is
-        raised."""
+        """Handle events; raise the error of a process that cannot be kept running."""
         now_s = time.monotonic()
         self._site.mind()
-        # The coordinator is polled last and handled first, so that a process that ended because of
-        # its loss does not count as failed.
+        # The coordinator is polled last and handled first, so that processes that end because of
+        # its loss do not count as failed.
         ended = [
             name
             for name in sorted(self._running, key=lambda name: name == COORDINATOR)
@@ -309,7 +308,7 @@ class Service:
                 case GiveUp(name, why):
                     assert ended is not None
                     if not self._watch.serving:
-                        # its output may explain why it is not found
+                        # its output may explain why it does not answer
                         hub = self._running.get(COORDINATOR)
                         self._pass_on({COORDINATOR: hub} if hub is not None else {})
                         raise ended.failure()
@@ -371,7 +370,7 @@ class Service:
         self._site.end([*gone.values()], grace_s)
         self._pass_on(gone)
 
-    # -- who is ready ------------------------------------------------------------------------------
+    # -- ready parts -------------------------------------------------------------------------------
 
     def _says_ready(self, name: str, running: Running) -> bool:
         place = running.heard()
@@ -438,8 +437,8 @@ class Service:
 
 
 def registered(ours: Mapping[str, tuple[str, int]], workers: Iterable[WorkerState]) -> set[str]:
-    """Return which of our processes, given by machine and pid, are registered as workers; pids of
-    other machines may be equal."""
+    """Return which of our processes, given by machine and pid, are registered as workers, since
+    pids of different machines may be equal."""
     there = {(worker.host, worker.pid) for worker in workers}
     return {name for name, at in ours.items() if at in there}
 
@@ -475,7 +474,7 @@ class Inquiry:
         return found
 
     def close(self) -> None:
-        """Disconnect; the next poll makes a new connection."""
+        """Disconnect; the next poll reconnects."""
         if self._link is not None:
             self._link.close()
         self._link, self._registered, self._asked = None, False, False

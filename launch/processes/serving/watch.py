@@ -1,12 +1,12 @@
-"""Decides when the processes of a service are started and restarted; gets names, events and
-seconds, and returns actions. The root, the first part, knows the workers, which survive its loss
-and register again. A part starts once those that it comes after are ready. Until all were ready
-once, a user's mistake or the loss of a needed part ends the service. Later a lost part restarts
-after a pause that doubles, and is short again after a minute of health; a needed part that is lost
-too often ends the service, any other is retried ever more rarely. A part is stuck if it is the root
-and does not answer, if its heartbeats stop, or if the root does not know it; a part that computes
-has longer, one that is loading has no limit. A part whose place was taken starts again when that
-place is free."""
+"""Decides when the processes of a service are started and restarted: names, events and seconds in,
+actions out. The root, the first part, has the workers registered, which survive its loss and
+register again. A part starts once its predecessors are ready. Until everything has been ready once,
+a user's mistake or the loss of a needed part ends the service. Later, a lost part restarts after a
+pause that doubles, and is short again after a minute of health. A needed part that is lost too
+often ends the service, any other is retried at growing intervals. A part is stuck if it is the root
+and does not answer, if its heartbeats stop, or if it is not registered with the root; a part that
+computes gets more time, one that is loading has no limit. A replaced part starts again when its
+replacement is gone."""
 
 import math
 from collections import deque
@@ -19,7 +19,7 @@ from dovetail.launch.processes.supervise import Ending
 
 @dataclass(frozen=True)
 class Part:
-    """A process of the service, and the parts that must be ready before it is started."""
+    """A process of the service, and the parts that must be ready before it starts."""
 
     name: str
     after: tuple[str, ...] = ()
@@ -69,8 +69,8 @@ class Tell:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the service with the error of this part; `why` it is not restarted, if that needs
-    words."""
+    """End the service with the error of this part; `why` it is not restarted, if that is not
+    obvious."""
 
     name: str
     why: str = ""
@@ -86,13 +86,13 @@ Action = Start | Replace | Stop | Tell | GiveUp | Leave
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 LONGEST_SPARED_PAUSE_S = 300.0
-"""Longest pause of a part that serving can do without: loading it slows the others."""
+"""Longest pause of an optional part, since loading it slows the others."""
 HEALTHY_S = 60.0
 MOST_RESTARTS = 5  # the most restarts of one part within `WITHIN_S`
 WITHIN_S = 300.0
 MOST_DOUBLINGS = 32
 BUSY = 6.0
-"""Multiple of the patience: CPU time of a silent part that computes, wall time of a new one."""
+"""Multiple of the patience: CPU time of a silent part that computes, or wall time of a new one."""
 STANDSTILL_S = 2.0  # the longest time between two polls, normally much less
 RESTARTED = "; it has been restarted and is not ready yet"
 
@@ -104,21 +104,21 @@ class _State:
     part: Part
     due_s: float
     running: bool = False
-    been_ready: bool = False  # true if the root has been ready since it was started last
-    ready_s: float | None = None  # since when it has been ready
+    been_ready: bool = False  # true if the root has been ready since its last start
+    ready_s: float | None = None  # when it became ready
     heard_s: float | None = None
     """Time of its last sign of life; the root: of its last answer. None before the first."""
-    worked_s: float = -math.inf  # when it was last seen to compute
+    worked_s: float = -math.inf  # when it was last known to compute
     cpu_s: float = 0.0  # CPU time that it has used; `heard_cpu_s`: at its last report
     heard_cpu_s: float = 0.0
     down_s: float | None = None
     """Since when it has been lost; None if it is ready, or is starting for the first time."""
-    why: str = ""  # why it was lost, or is about to be ended
+    why: str = ""  # why it was lost or is about to be ended
     stuck: bool = False  # true if it is about to be ended because it is stuck
     beside: bool = False
     """True if another worker served with it when it was lost, and so is no replacement."""
     losses: int = 0  # losses since it was last healthy
-    drained: bool = False  # true from when an operator drains the part until its process ends
+    drained: bool = False  # true from the time an operator drains the part until its process ends
     ends: deque[float] = field(default_factory=deque)
     """Times within the last `WITHIN_S` at which it ended."""
 
@@ -132,11 +132,11 @@ class _State:
         self.heard_s, self.heard_cpu_s = now_s, self.cpu_s
 
     def lost(self, why: str, now_s: float) -> None:
-        """Note why it is missing, and since when: it may have been lost before."""
+        """Note why it is missing, and since when; it may have been lost before."""
         self.why, self.down_s = why, now_s if self.down_s is None else self.down_s
 
     def pause_s(self, now_s: float, longest_s: float) -> float:
-        """Return how long to wait after a loss now, at most `longest_s`; counts it."""
+        """Count a loss, and return how long to wait after it, at most `longest_s`."""
         if self.ready_s is not None and now_s - self.ready_s >= HEALTHY_S:
             self.losses = 0
         self.losses += 1
@@ -187,7 +187,7 @@ class Watch:
 
     @property
     def outages(self) -> tuple[Outage, ...]:
-        """The parts that were lost and are not back yet, in their order."""
+        """The parts that are lost and not back yet, in order."""
         return tuple(
             Outage(name, state.why, state.down_s, None if state.running else state.due_s)
             for name, state in self._states.items()
@@ -203,7 +203,7 @@ class Watch:
 
     def due(self, now_s: float) -> list[Action]:
         """Start the parts whose time has come, and replace stuck ones. Time in which this process
-        itself was stopped does not count as silence."""
+        was stopped does not count as silence."""
         actions: list[Action] = []
         if (asleep_s := now_s - self._looked_s) > STANDSTILL_S:
             for state in self._states.values():
@@ -248,7 +248,7 @@ class Watch:
             self._states[name].hear(now_s)
 
     def computes(self, name: str, cpu_s: float | None, now_s: float) -> None:
-        """Note the CPU time that a part's process has used; None if it has no host yet."""
+        """Note the CPU time of a part's process; None if it has no host yet."""
         state = self._states[name]
         most_s = math.inf if state.heard_s is None else BUSY * self._stuck_s
         if cpu_s is None or state.cpu_s < cpu_s < state.heard_cpu_s + most_s:
@@ -256,7 +256,7 @@ class Watch:
         state.cpu_s = cpu_s or 0.0
 
     def _begin_to_serve(self) -> None:
-        """Serve if all needed parts are ready, and those that were not lost."""
+        """Serve if all parts are ready, except lost ones that are not needed."""
         self.serving = not any(
             state.ready_s is None and (state.down_s is None or self.needs(name))
             for name, state in self._states.items()
@@ -270,8 +270,8 @@ class Watch:
         given: Collection[str] = (),
         drained: Collection[str] = (),
     ) -> list[Action]:
-        """The root has reported which parts are registered, and which are replaced by other
-        workers, those in `given` on purpose. Parts that an operator `drained` are not restarted."""
+        """Handle the root's report of registered parts, and of those replaced by other workers, in
+        `given` on purpose. Parts that an operator `drained` are not restarted."""
         self._states[self._root].hear(now_s)
         for name in drained:
             if name in self._away:
@@ -291,7 +291,9 @@ class Watch:
                 self._lose(name, f"the {self._root} has lost it", now_s)
                 actions.append(Tell(f"the {self._root} has lost the {name}"))
         for name, state in self._states.items():
-            if not state.running and self.needs(name):  # it may not have been when its pause began
+            if not state.running and self.needs(
+                name
+            ):  # it may not have been lost when its pause began
                 state.due_s = min(state.due_s, now_s + LONGEST_PAUSE_S)
         return [*actions, *self._fill(filled, now_s)]
 
@@ -324,9 +326,7 @@ class Watch:
         for name, away in [*self._away.items()]:
             if name in filled:
                 actions += (
-                    [Tell(f"another worker serves in place of the {name}")]
-                    if away.seen_s is None
-                    else []
+                    [Tell(f"another worker replaces the {name}")] if away.seen_s is None else []
                 )
                 away.seen_s = now_s
             elif (
@@ -336,15 +336,13 @@ class Watch:
             ):
                 del self._away[name]
                 self._states[name] = _State(away.part, now_s)
-                actions.append(
-                    Tell(f"no worker serves in place of the {name} any longer; it is restarted")
-                )
+                actions.append(Tell(f"no worker replaces the {name} any longer; it is restarted"))
         return actions
 
     def ended(self, name: str, ending: Ending, now_s: float) -> list[Action]:
         state = self._states[name]
         if name == self._root and ending.code == 0:
-            return [Tell(f"the {name} was told to stop"), Leave()]
+            return [Tell(f"the {name} was asked to stop"), Leave()]
         if (ending.let_go or state.drained) and self.serving:
             self._away[name] = _Away(self._states.pop(name).part)
             return [Tell(f"the {name} has left, and is not restarted: it was replaced or drained")]
@@ -374,7 +372,7 @@ class Watch:
 
     def refused(self, name: str, why: str, now_s: float) -> list[Action]:
         """A part cannot be started at present. This does not count as a loss, since nothing was
-        tried and the obstacle may go."""
+        tried and the obstacle may disappear."""
         state = self._states[name]
         pause_s = state.pause_s(
             now_s, LONGEST_PAUSE_S if self.needs(name) else LONGEST_SPARED_PAUSE_S
@@ -384,8 +382,8 @@ class Watch:
         return [Tell(f"the {name} was not started; the next attempt is in {pause_s:g} s: {why}")]
 
     def _is_stuck(self, state: _State, now_s: float) -> bool:
-        """True if a part has been silent for too long, by the root's reports if it sends none. A
-        part that has never reported is stuck unless it computes."""
+        """True if a part has been silent for too long, judged by the root's reports if it sends
+        none. A part that has never reported is stuck unless it computes."""
         root = self._states[self._root]
         if state.heard_s is None:
             idle_s = now_s - state.worked_s
