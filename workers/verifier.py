@@ -127,7 +127,7 @@ class Verifier(Opener):
         for item in items:
             self._begun.pop(item.session, None)  # an abandoned Refeed
         with self._spans.measure("verify"):
-            readings = [self._begun[item.session].reading for item in reads]
+            readings = [self._begun[item.session] for item in reads]
             rows = [
                 reading.next_rows(item.rows) for reading, item in zip(readings, reads, strict=True)
             ]
@@ -162,12 +162,12 @@ class Verifier(Opener):
         self, item: ReadItem, rows: int, passed: _Pass, place: int
     ) -> Sequence[ReadingStep] | RequestError:
         """Commit a chunk of a log that a pass has computed, and return its steps."""
-        begun = self._begun.pop(item.session)
+        reading = self._begun.pop(item.session)
         try:
             told: list[ReadingStep] = [
-                *begun.reading.take(rows, passed.logits[place], passed.states, passed.starts[place])
+                *reading.take(rows, passed.logits[place], passed.states, passed.starts[place])
             ]
-            end = self._end(item.session, begun)
+            end = self._end(item.session, reading)
         except Exception as error:
             return as_request_error(error)
         return told if end is None else [*told, end]

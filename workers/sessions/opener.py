@@ -3,24 +3,26 @@ chunks or whole; features of logs are recomputed for drafts that join later. Ses
 and caches here, without trees."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+
+import torch
 
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Open, ReadItem, Reads
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.devices.memory import HELD, without_spare
+from dovetail.workers.devices.memory import HELD, without_graphs, without_spare
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.sessions.choosing import Asked, outcome_of
-from dovetail.workers.sessions.features import HeldFeatures
-from dovetail.workers.sessions.prefill import Prefill, Reading
+from dovetail.workers.sessions.features import PREFILL_ROWS, HeldFeatures
+from dovetail.workers.sessions.prefill import Reading, next_stop
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread
 from dovetail.workers.sessions.room import base_rows, check_rows, host_row_bytes
 from dovetail.workers.sessions.rounds import check_chunk, find_session
 from dovetail.workers.sessions.session import TargetSession
+from dovetail.workers.sessions.timing import timed_pass
 from dovetail.workers.speculation.history import looks_back
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import ProposalProbabilities
@@ -33,17 +35,6 @@ FEW_SESSIONS = 64
 ReadingStep = Part | ScoredPart | Unread | First
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A log that is being prefilled."""
-
-    session: TargetSession
-    reading: Reading
-    round: int  # the round of the command that began it
-    refeed: Reads | None = None
-    """The features that are recomputed for an open session; None: the session is being opened."""
-
-
 class Opener:
     """Opens the sessions of a target."""
 
@@ -51,13 +42,11 @@ class Opener:
         self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
     ) -> None:
         """`kept_tokens`: the most tokens of ended sessions that are kept. `reads_from`: the fewest
-        rows of a prompt for the model's prefill device, if any."""
-        self._model = model
-        self._spans = spans
+        rows of a prompt for the model's prefill device, if it has one."""
+        self._model, self._spans, self._reads_from = model, spans, reads_from
         self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model.new_cache(0))
-        self._prefill = Prefill(model, spans, reads_from=reads_from)
         self._sessions: dict[int, TargetSession] = {}
-        self._begun: dict[int, Begun] = {}  # by session: logs that are not completely prefilled yet
+        self._begun: dict[int, Reading] = {}  # by session: logs that are partly prefilled
         self.kept: KeptSessions[Left] = KeptSessions(kept_tokens, self._base_rows)
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Returns the additional slots of a session's cache for a draft that shares it."""
@@ -82,12 +71,13 @@ class Opener:
 
     @property
     def prompt_rows(self) -> int:
-        """The rows of a chunk of a prompt while no other session waits."""
-        return self._prefill.rows
+        """The rows of a chunk of a prompt while no other session waits, and of a pass over one that
+        computes only the last row's logits."""
+        return max(PREFILL_ROWS, self._model.prompt_rows)
 
     @property
     def _opening(self) -> Sequence[TargetSession]:
-        return [begun.session for begun in self._begun.values() if begun.refeed is None]
+        return [begun.session for begun in self._begun.values() if not begun.refeed]
 
     def open(self, order: Open) -> Iterator[ReadingStep]:
         """Prefill the prompt of a new session, or its first `order.read` rows. Yield the requested
@@ -103,33 +93,79 @@ class Opener:
         check_rows(rows + self._base_rows, promised, self._row_bytes)
         kept = self.kept.base(order, self._open_base(order.base))
         session = self._begin(order, self._open_cache(rows, kept, order.kept), own)
-        reading = self._prefill.begin(order, session.cache)
-        yield from self._read(order.session, Begun(session, reading, order.round), order.read)
+        reading = Reading(
+            session,
+            order.prompt,
+            session.cache,
+            order.round,
+            reads=order.features,
+            features_from=order.features_from or 0,
+            scored=(order.logprobs or 0) if order.scored else None,
+            apart=self._rows_apart(order, session.cache),
+        )
+        yield from self._read(order.session, reading, order.read)
 
     def read(self, item: ReadItem) -> Iterator[ReadingStep]:
         """Prefill the next chunk of a log, given by a checked item. Yields the same as the `open`
         or `refeed` that started the log."""
         yield from self._read(item.session, self._begun[item.session], item.rows)
 
-    def _read(self, number: int, begun: Begun, rows: int | None) -> Iterator[ReadingStep]:
-        """Prefill the next `rows` rows of a log, or all. If this fails or is abandoned, the log
-        must be started again."""
+    def _read(self, number: int, reading: Reading, rows: int | None) -> Iterator[ReadingStep]:
+        """Prefill the next `rows` rows of a log, or all, in as many passes as needed; those for the
+        model's prefill device come first, all at once. If this fails, or is not run to its end, the
+        log has to be started again."""
         self._begun.pop(number, None)
         with self._spans.measure("prefill"):
-            yield from self._prefill.read(begun.reading, rows)
-            end = self._end(number, begun)
+            if reading.apart and not reading.done:
+                yield from self._read_rows(reading, reading.apart, apart=True)
+            stop = len(reading.log) if rows is None else min(reading.done + rows, len(reading.log))
+            step = PREFILL_ROWS if reading.scored else self.prompt_rows
+            while (left := stop - reading.done) > 0:
+                yield from self._read_rows(reading, reading.next_rows(min(step, left)))
+            end = self._end(number, reading)
         if end is not None:
             yield end
 
-    def _end(self, number: int, begun: Begun) -> Unread | First | None:
+    def _read_rows(
+        self, reading: Reading, rows: int, *, apart: bool = False
+    ) -> Iterator[Part | ScoredPart]:
+        """Compute and commit the next rows of a log in one pass, `apart` on the prefill device."""
+        start, segment, wanted = reading.done, reading.segment(rows), reading.places(rows)
+        tokens, last = torch.tensor(reading.log[start : start + rows]), torch.tensor([rows - 1])
+        if apart:
+            found = self._model.read_apart(tokens, segment, wanted=wanted, rows=last)
+            return reading.take(rows, *found, 0)
+        with timed_pass(self._spans):
+            found = without_graphs(
+                lambda: self._model.forward_with_states(
+                    tokens,
+                    torch.arange(start, start + rows),
+                    [segment],
+                    wanted=wanted,
+                    rows=None if reading.scored else last,
+                )
+            )
+        return reading.take(rows, *found, 0)
+
+    def _rows_apart(self, order: Open, cache: Cache) -> int:
+        """Return how many rows of a prompt the prefill device reads. It counts only the request's
+        own prompt, so that a session reopened elsewhere, or on the same worker, has the same rows
+        read by the device, and those of its reply computed as before. It stops at the checkpoint
+        before the end."""
+        prompt, apart = len(order.prompt) - order.replied, self._model.reads_apart
+        if not apart or order.scored or cache.length or prompt < self._reads_from:
+            return 0
+        return next_stop(cache, prompt, apart)
+
+    def _end(self, number: int, reading: Reading) -> Unread | First | None:
         """Return Unread if rows of a log are left; else open the session and return its first
         token, or None if the log was prefilled to recompute features."""
-        session, reading = begun.session, begun.reading
+        session = reading.session
         if reading.left:
-            self._begun[number] = begun
+            self._begun[number] = reading
             return Unread(reading.done)
-        if begun.refeed is not None:
-            session.reads, session.held = begun.refeed, HeldFeatures()
+        if reading.refeed:
+            session.reads, session.held = reading.reads, HeldFeatures()
             return None
         _, bonus, (margin,) = outcome_of(
             Asked(session, reading.logits, TokenTree(), ProposalProbabilities.nothing())
@@ -181,14 +217,16 @@ class Opener:
         if prefix > (tokens := len(session.log)):
             text = f"features of {prefix} tokens were asked for, the log here has {tokens}"
             raise RequestError("prefix", f"session {number}: {text}")
-        reading = self._prefill.begin_anew(session.log, reads, start, prefix)
-        yield from self._read(number, Begun(session, reading, round, reads), rows)
+        count = max(0, prefix - 1)
+        log, cache = session.log[:count], self._model.new_cache(count)
+        reading = Reading(session, log, cache, round, reads=reads, refeed=True, features_from=start)
+        yield from self._read(number, reading, rows)
 
     def recomputes(self, number: int, round: int) -> bool:
         """Return whether features of a session are being recomputed for the Refeed of this
         round."""
         begun = self._begun.get(number)
-        return begun is not None and begun.refeed is not None and begun.round == round
+        return begun is not None and begun.refeed and begun.round == round
 
     def check_read(self, item: ReadItem) -> None:
         """Raise `StaleError` or `RequestError` for a chunk of a log that cannot be prefilled."""
@@ -199,7 +237,7 @@ class Opener:
             raise RequestError(
                 "session", f"session {item.session} is not being read here; open it first"
             )
-        check_chunk(item, begun.reading.done)
+        check_chunk(item, begun.done)
 
     def _check(self, order: Open) -> None:
         """Raise `RequestError` for a session that this target cannot serve."""
