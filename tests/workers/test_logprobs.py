@@ -19,7 +19,7 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.sessions import prefill as module
+from dovetail.workers.sessions import opener as module
 from dovetail.workers.sessions.features import PREFILL_ROWS
 from dovetail.workers.sessions.logprobs import token_logprobs
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
