@@ -29,8 +29,7 @@ from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, Norm, new_cache
 from dovetail.workers.kernels.states import ScanPlan, ScanRule
 from dovetail.workers.models.recurrent import RecurrentStates
-from dovetail.workers.models.segment import PROMPT_ROWS
-from support.kernels import lay_paths
+from dovetail.workers.models.segment import PROMPT_ROWS, Paths
 
 BEHIND = PROMPT_ROWS
 """Rows before a tree."""
@@ -255,5 +254,5 @@ def _tree_pass(states: RecurrentStates, parents: Sequence[int]) -> LayerPass:
     for node, parent in enumerate(parents):
         paths.append([*(paths[parent] if parent >= 0 else []), BEHIND + node])
     rows = states.rows(BEHIND, BEHIND, len(parents), chain=False)
-    segment = CacheRows(keys, values, BEHIND, len(parents), lay_paths(BEHIND, paths), rows)
+    segment = CacheRows(keys, values, BEHIND, len(parents), Paths.of(BEHIND, paths), rows)
     return LayerPass(torch.arange(len(parents)), [segment])

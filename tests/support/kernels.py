@@ -2,16 +2,13 @@
 nodes."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate, chain
 
 import pytest
-import torch
 
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Isa, shards
-from dovetail.workers.kernels.layer_plan import Paths
 from dovetail.workers.kernels.shards import Shard
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason=str(kernels.why_not()))
@@ -24,12 +21,6 @@ def use(isa: Isa) -> None:
     if isa not in kernels.isas():
         pytest.skip(f"this machine has no {isa.name}")
     kernels.use_isa(isa)
-
-
-def lay_paths(prefix: int, paths: Sequence[Sequence[int]]) -> Paths:
-    """Return the paths of the rows of a segment, one after the other."""
-    offsets = torch.tensor([0, *accumulate(map(len, paths))], dtype=torch.int32)
-    return Paths(prefix, offsets, torch.tensor(list(chain.from_iterable(paths)), dtype=torch.int32))
 
 
 @contextmanager

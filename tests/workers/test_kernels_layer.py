@@ -29,7 +29,8 @@ from dovetail.workers.kernels.layer_plan import (
     NormKind,
     new_cache,
 )
-from support.kernels import lay_paths, needs_kernels
+from dovetail.workers.models.segment import Paths
+from support.kernels import needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_as_before")]
 
@@ -266,7 +267,7 @@ class Cache:
             self.values,
             start,
             len(paths),
-            lay_paths(start if prefix is None else prefix, paths),
+            Paths.of(start if prefix is None else prefix, paths),
         )
 
     def slot(self, slot: int) -> tuple[bytes, bytes]:

@@ -21,7 +21,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import VOCABULARY, write_tiny
 from support.decoded import extend
-from support.kernels import lay_paths, needs_kernels
+from support.kernels import needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_as_before")]
 
@@ -159,7 +159,7 @@ class Made:
         keys, values = new_cache(
             layers=1, kv_heads=1, head_dim=RANK + ROTATED, capacity=count, dtype=dtype, latent=True
         )
-        paths = lay_paths(0, sees)
+        paths = Paths.of(0, sees)
         positions = torch.tensor([len(row) - 1 for row in sees])
         rows = LayerPass(positions, [CacheRows(keys, values, 0, count, paths)])
         return self.layer.attend_latents(rows, given.clone())[1]

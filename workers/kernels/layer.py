@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.kernels import BUILD, Kind, MatrixStruct, declare, library
+from dovetail.workers.kernels import BUILD, Kind, MatrixStruct, address_of, declare, library
 from dovetail.workers.kernels.experts import NormStruct, experts_struct, matrix_array, norm_struct
 from dovetail.workers.kernels.layer_plan import (
     LANES,
@@ -252,10 +252,9 @@ def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None
     struct.states = None if segment.states is None else addressof(segment.states.struct)
     if segment.paths is not None:
         struct.prefix = segment.paths.prefix
-        struct.path_offsets = _address(segment.paths.offsets, (segment.count + 1,), torch.int32)
-        struct.path_slots = _address(
-            segment.paths.slots, tuple(segment.paths.slots.shape), torch.int32
-        )
+        offsets, slots = segment.paths.offsets, segment.paths.slots
+        struct.path_offsets = address_of(offsets, (segment.count + 1,), ("int32",))
+        struct.path_slots = address_of(slots, slots.shape, ("int32",))
 
 
 def _fill_shared(struct: SegmentStruct, shared: SharedRows, dtype: torch.dtype) -> None:

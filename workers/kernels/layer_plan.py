@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -309,8 +310,10 @@ class CacheRows:
     rows, and there are no keys."""
     start: int
     count: int
-    paths: "Paths | None" = None
-    """Slots that each row attends to; None: row i attends to slots 0 .. start + i."""
+    paths: Any = None
+    """The slots that each row attends to, `Paths` of models/segment.py: slots 0 .. prefix - 1, then
+    its own path, root first and itself last, in any slots from prefix on. None: row i attends to
+    slots 0 .. start + i."""
     states: StateRows | None = None  # the state of the session, for layers that have one
     shared: "SharedRows | None" = None
     """The first rows of the session, shared with others. Its own cache then begins with the next
@@ -325,16 +328,6 @@ class SharedRows:
     keys: Tensor
     values: Tensor
     rows: int
-
-
-@dataclass(frozen=True)
-class Paths:
-    """The slots that each row attends to: slots 0 .. prefix - 1, then its own path, root first and
-    itself last, in any slots from prefix on."""
-
-    prefix: int
-    offsets: Tensor  # int32 [rows + 1]: the path of row i is slots[offsets[i] : offsets[i + 1]]
-    slots: Tensor  # int32
 
 
 def new_cache(

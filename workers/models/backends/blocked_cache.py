@@ -10,11 +10,10 @@ from torch import Tensor
 from dovetail.workers.kernels import shards
 from dovetail.workers.kernels.layer import slots_of
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, LayerPlan, SharedRows, new_cache
-from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.kernels.states import StateRows, StateShape, placed
 from dovetail.workers.models.cache import SlotCache
 from dovetail.workers.models.recurrent import RecurrentStates
-from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.models.segment import Segment
 
 LEAST_SHARED = 128  # fewer rows are copied: sharing rows moves the session's other rows
 SHARED_ANEW = 2  # shared rows are moved together again once they are this many times more
@@ -327,15 +326,5 @@ def cache_rows(segment: Segment) -> CacheRows:
     if not isinstance(cache, BlockedCache):
         raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
     states = None if cache.states is None else states_of(cache.states, segment)
-    seen = kernel_paths(segment.paths)
-    return CacheRows(
-        cache.keys, cache.values, segment.start, segment.count, seen, states, cache.shared
-    )
-
-
-def kernel_paths(paths: Paths | None) -> KernelPaths | None:
-    """The slots that rows see as the kernels expect them."""
-    if paths is None:
-        return None
-    numbers = (torch.from_numpy(part) for part in (paths.offsets, paths.slots))
-    return KernelPaths(paths.prefix, *numbers)
+    keys, values, paths = cache.keys, cache.values, segment.paths
+    return CacheRows(keys, values, segment.start, segment.count, paths, states, cache.shared)

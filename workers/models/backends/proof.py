@@ -19,7 +19,6 @@ from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, LayerPlan, new_cache
 from dovetail.workers.models import transformers
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.backends.blocked_cache import kernel_paths
 from dovetail.workers.models.backends.embedding import OwnInputs
 from dovetail.workers.models.backends.experts import ExpertProof, ScaledExpertProof
 from dovetail.workers.models.backends.layer_parts import LayerParts
@@ -388,12 +387,12 @@ class LayerProof:
                 rows = slice(first, first + segment.count)
                 _fill(keys, values, *(part[:, rows] for part in self._cached))
             first += segment.count
-            seen = kernel_paths(segment.paths)
             states = None
             if plan.scan is not None:
                 own = RecurrentStates([plan.scan.shape])
                 states = own.rows(0, segment.start, segment.count, chain=segment.paths is None)
-            segments.append(CacheRows(keys, values, segment.start, segment.count, seen, states))
+            count, paths = segment.count, segment.paths
+            segments.append(CacheRows(keys, values, segment.start, count, paths, states))
         return segments
 
 
