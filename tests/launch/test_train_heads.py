@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dovetail.launch.commands.train import command
-from dovetail.launch.training import heads
 from dovetail.launch.training.run import TrainingOptions, train_head
 from dovetail.protocol.errors import UserError
 from dovetail.workers.heads.head import classify, open_head
@@ -31,7 +30,7 @@ from dovetail.workers.training.folder import shape_for
 from dovetail.workers.training.heads.dovetail import DovetailHead
 from dovetail.workers.training.heads.eagle3 import Eagle3Head
 from dovetail.workers.training.heads.trainable import Seen, mask_of
-from dovetail.workers.training.recipes import recipe_of
+from dovetail.workers.training.recipes import TRAINED, recipe_of
 from dovetail.workers.training.target_parts import read_target
 from dovetail.workers.training.trainer import new_head
 from support.cases import everyday
@@ -98,7 +97,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wish(kind: Any, tokens: Path, out: Path, **otherwise: Any) -> TrainingOptions:
-    fields = {option.field for option in heads.TRAINED[kind].options}
+    fields = {option.field for option in TRAINED[kind].options}
     own = {name: value for name, value in otherwise.items() if name in fields}
     others = {name: value for name, value in otherwise.items() if name not in fields}
     return TrainingOptions(
