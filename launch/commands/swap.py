@@ -143,8 +143,7 @@ def command(
             done = _wait_for_another_machine(change, name, line, to_stderr=as_json)
         else:
             _check_models(configuration, role)
-            there = (found.keys for found in announcements() if found.address == state.address)
-            keys = configuration.settings.coordinator.keys or next(there, "")
+            keys = configuration.settings.coordinator.keys or announced_keys(state.address)
             bound = before is not None and role != "unified" and asked.isdisjoint(PLACED)
             place = noted_place(before) if before is not None and bound else None
             done = _start_here(change, configuration, role, name, way, keys, place)
@@ -314,6 +313,10 @@ def as_before(
         if not (configuration.given(name) or name in own or (elsewhere and name.startswith(LOCAL)))
     }
     return configuration.over("as the present workers have it", wanted)
+
+
+def announced_keys(address: str) -> str:
+    return next((found.keys for found in announcements() if found.address == address), "")
 
 
 def _command_for_another_machine(
