@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from types import FrameType
 from typing import Any, Protocol
 
@@ -63,18 +64,14 @@ def parse(line: str) -> Command | str | None:
     name = ALIASES.get(name, name)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, (*COMMANDS, *ALIASES), 1)
-        raise UserError(
-            f"there is no command /{name}: "
-            f"{f'did you mean /{near[0]}?' if near else '/help lists them'}"
-        )
-    optional = COMMANDS[name][0].startswith("[")
-    wanted = COMMANDS[name][0].strip("[]")
-    argument = argument.strip()
-    missing, needless = not argument and wanted and not optional, argument and not wanted
+        remedy = f"did you mean /{near[0]}?" if near else "/help lists them"
+        raise UserError(f"there is no command /{name}: {remedy}")
+    usage, argument = COMMANDS[name][0], argument.strip()
+    wanted = usage.strip("[]")
+    missing, needless = not argument and usage == wanted != "", argument and not wanted
     if missing or needless or (wanted == "on|off" and argument not in ("on", "off", "")):
-        raise UserError(
-            f"/{name} {argument}".rstrip() + f" is not possible: write /{name} {wanted}".rstrip()
-        )
+        said, better = f"/{name} {argument}".rstrip(), f"/{name} {wanted}".rstrip()
+        raise UserError(f"{said} is not possible: write {better}")
     return Command(name, argument)
 
 
@@ -122,16 +119,13 @@ class Exchange:
     def is_repeated_in(self, manner: Manner) -> bool:
         """Return whether the question with these settings always gets the same answer: greedily, or
         with the same seed, with any draft."""
-        if self.answer.interrupted or (manner.sampling, manner.said) != (
-            self.manner.sampling,
-            self.manner.said,
-        ):
+        before = self.manner
+        other = (manner.sampling, manner.said) != (before.sampling, before.said)
+        if self.answer.interrupted or other:
             return False
-        seed = self.answer.result.seed if self.answer.result is not None else self.manner.seed
-        drawn_alike = (
-            manner.seed is not None and manner.seed == seed and not manner.sampling.rejects
-        )
-        return manner.is_greedy or drawn_alike
+        seed = self.answer.result.seed if self.answer.result is not None else before.seed
+        alike = manner.seed is not None and manner.seed == seed and not manner.sampling.rejects
+        return manner.is_greedy or alike
 
 
 @dataclass(frozen=True)
@@ -142,10 +136,8 @@ class Conversation:
 
     def turns_with(self, question: str) -> tuple[str, ...]:
         """All turns up to this question, user first."""
-        return (
-            *(turn for said in self.exchanges for turn in (said.question, said.answer.text)),
-            question,
-        )
+        said = (turn for one in self.exchanges for turn in (one.question, one.answer.text))
+        return (*said, question)
 
     def with_answer(self, question: str, manner: Manner, answer: Answer) -> "Conversation":
         return Conversation((*self.exchanges, Exchange(question, manner, answer)))
@@ -159,12 +151,10 @@ class Conversation:
 
     def as_json(self) -> str:
         """The turns, and the result of each reply as in `--json`."""
-        results = [
-            said.answer.result.model_dump() if said.answer.result is not None else None
-            for said in self.exchanges
-        ]
-        turns = self.turns_with("")[:-1]
-        return json.dumps({"turns": turns, "results": results}, ensure_ascii=False, indent=1) + "\n"
+        found = (said.answer.result for said in self.exchanges)
+        results = [None if result is None else result.model_dump() for result in found]
+        told = {"turns": self.turns_with("")[:-1], "results": results}
+        return json.dumps(told, ensure_ascii=False, indent=1) + "\n"
 
 
 class Paint:
@@ -215,6 +205,11 @@ template_option = rare(
 )
 
 
+def spoken(turns: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the role and the text of each turn, user first."""
+    return zip(cycle(("user", "assistant")), turns, strict=False)
+
+
 class Templated:
     """Tokenizes conversations with the template of a coordinator's target."""
 
@@ -229,9 +224,8 @@ class Templated:
     def submitted(self, turns: Sequence[str]) -> dict[str, Any]:
         """Return the arguments of `Client.submit` for these turns, user first; `UserError` if the
         template fails on them."""
-        said = [(("user", "assistant")[place % 2], turn) for place, turn in enumerate(turns)]
         try:
-            tokens = self._codec.encode_messages(said, values=self._values)
+            tokens = self._codec.encode_messages([*spoken(turns)], values=self._values)
         except RequestError as error:
             raise UserError(str(error)) from None
         return {"tokens": tokens, "vocabulary": self._digest}
@@ -302,9 +296,8 @@ class CoordinatorAnswerer:
                     other = reply.result.fingerprint  # another target may have answered
                     if self._described is not None and self._described.fingerprint != other:
                         self._described = self._templated = None
-                    return Answer(
-                        text, reply.result, interrupted=reply.result.finish_reason == "cancelled"
-                    )
+                    cancelled = reply.result.finish_reason == "cancelled"
+                    return Answer(text, reply.result, interrupted=cancelled)
                 elif isinstance(reply, Failed) and reply.session in (request, None):
                     raise self._connection.failure(reply)
             return Answer(text, interrupted=True)
@@ -326,9 +319,8 @@ class CoordinatorAnswerer:
             )
         except ValidationError as error:  # too many turns, or too long ones
             first = error.errors(include_url=False, include_input=False)[0]
-            raise RequestError(
-                "settings", f"the request is not possible: {first['loc'][0]}: {first['msg']}"
-            ) from None
+            why = f"the request is not possible: {first['loc'][0]}: {first['msg']}"
+            raise RequestError("settings", why) from None
 
     def _text_codec(self) -> TextCodec:
         """Return the codec of the target's tokens, for colouring replies; their text comes from the

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import ValidationError
 
-from dovetail.launch.chat.answering import PLAIN, Answer, Manner, Paint, Show
+from dovetail.launch.chat.answering import PLAIN, Answer, Manner, Paint, Show, spoken
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, RequestError, UserError, printable
 from dovetail.protocol.files import read_text
@@ -26,9 +26,13 @@ SILENCE_S = 120.0
 MOST_WORDS = 200  # characters shown of an invalid answer
 KEY_VARIABLE = "DOVETAIL_API_KEY"
 SERVERS = ("acceptance", "generation_config")  # sampling settings that the server decides
+SECTIONS = ("target", "draft", "tree", "coordinator")  # settings that it decides, too
 LATER = (429, 503)
 """The target is full, or restarting: the same request may be answered a little later."""
-
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}  # fields of a request
+DONE = b"[DONE]"
+MOST_BYTES = 64 << 20
+"""The most bytes read of a stream, or of a line of it: more than any reply has."""
 
 OTHERWISE = "connect to its coordinator (ipc:// or tcp://) instead of its URL"
 
@@ -37,15 +41,10 @@ def check_flags(configuration: Configuration, otherwise: str = OTHERWISE) -> Non
     """`UserError` for a setting that only the server can decide, except `draft.kind = none`, which
     a request can have. `otherwise`: the remedy."""
     for name, origin in configuration.origins.items():
+        section, _, field = name.partition(".")
         wish = name == "draft.kind" and configuration.value(name) == "none"
-        if (
-            origin.startswith("--")
-            and not wish
-            and (
-                name.split(".")[0] in ("target", "draft", "tree", "coordinator")
-                or name in [f"sampling.{field}" for field in SERVERS]
-            )
-        ):
+        theirs = section in SECTIONS or (section == "sampling" and field in SERVERS)
+        if origin.startswith("--") and theirs and not wish:
             raise UserError(f"the server decides --{name}: leave it out, or {otherwise}")
 
 
@@ -64,9 +63,8 @@ def api_key(configuration: Configuration) -> str:
 
 def said_to_server(configuration: Configuration) -> frozenset[str]:
     """The names of the sampling settings that the user has set: a server decides the others."""
-    return frozenset(
-        name for name in SamplingSettings.model_fields if configuration.given(f"sampling.{name}")
-    )
+    names = SamplingSettings.model_fields
+    return frozenset(name for name in names if configuration.given(f"sampling.{name}"))
 
 
 class WebServer:
@@ -98,15 +96,12 @@ class WebServer:
         self, method: str, path: str, body: bytes | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """Return the server's response, whatever its status; the connection ends with the block."""
-        headers = {
-            "Content-Type": "application/json",
-            **({"Authorization": f"Bearer {self._key}"} if self._key else {}),
-        }
+        headers = {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        path = self._parts.path.rstrip("/").removesuffix("/v1") + path
         with closing(self._connect()) as connection:
             try:
-                connection.request(
-                    method, self._parts.path.rstrip("/").removesuffix("/v1") + path, body, headers
-                )
+                connection.request(method, path, body, headers)
                 with connection.getresponse() as response:
                     yield response
             except (OSError, http.client.HTTPException) as error:
@@ -122,20 +117,15 @@ class WebServer:
         return f"closed the connection: {said}"
 
     def _connect(self) -> http.client.HTTPConnection:
-        kind = (
-            http.client.HTTPSConnection
-            if self._parts.scheme == "https"
-            else http.client.HTTPConnection
-        )
+        secret = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secret else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
         try:
             connection.connect()
         except OSError as error:
             connection.close()
-            raise UserError(
-                f"no server answers at {self.url} ({error.strerror or error}): start `dovetail "
-                "serve` there"
-            ) from None
+            why = f"no server answers at {self.url} ({error.strerror or error})"
+            raise UserError(f"{why}: start `dovetail serve` there") from None
         connection.sock.settimeout(self._silence_s)
         return connection
 
@@ -185,41 +175,51 @@ class WebAnswerer:
         return Answer(reply.text, reply.result())
 
     def _body(self, turns: Sequence[str], manner: Manner) -> dict[str, Any]:
-        sampling = {
+        body: dict[str, Any] = {"prompt": "\n".join(turns)}
+        if not self.plain:
+            said = [{"role": role, "content": turn} for role, turn in spoken(turns)]
+            body = {"messages": said}
+        body |= {
             name: value
             for name, value in manner.sampling.model_dump(mode="json").items()
             if name not in (*SERVERS, "max_tokens") and manner.decides(name)
         }
-        length = {"max_tokens" if self.plain else "max_completion_tokens": manner.max_tokens}
-        messages = [
-            {"role": ("user", "assistant")[place % 2], "content": turn}
-            for place, turn in enumerate(turns)
-        ]
-        return {
-            "model": self._model,
-            **({"prompt": "\n".join(turns)} if self.plain else {"messages": messages}),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **(length if manner.decides("max_tokens") else {}),
-            **sampling,
-            **({"chat_template_kwargs": dict(manner.template)} if manner.template else {}),
-            **({"stop": list(manner.stop)} if manner.stop else {}),
-            **({"seed": manner.seed} if manner.seed is not None else {}),
-            "dovetail": {"drafted": True, "speculate": manner.speculate, "fit": True},
-        }
+        if manner.decides("max_tokens"):
+            body["max_tokens" if self.plain else "max_completion_tokens"] = manner.max_tokens
+        if manner.template:
+            body["chat_template_kwargs"] = dict(manner.template)
+        if manner.stop:
+            body["stop"] = list(manner.stop)
+        if manner.seed is not None:
+            body["seed"] = manner.seed
+        dovetail = {"drafted": True, "speculate": manner.speculate, "fit": True}
+        return {"model": self._model, **STREAMED, **body, "dovetail": dovetail}
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         with self._site.asked("POST", path, json.dumps(body).encode()) as response:
-            while line := response.readline():
-                said = line.strip()
-                if said in (b"data: [DONE]", b"data:[DONE]"):
+            for data in events_of(response):
+                if data == DONE:
                     return
-                if said.startswith(b"data:"):
-                    event = _object(said.removeprefix(b"data:"))
-                    if "error" in event:
-                        raise _failure(500, event)
-                    yield event
+                event = _object(data)
+                if "error" in event:
+                    raise _failure(500, event)
+                yield event
         raise DovetailError(f"the server at {self._site.url} closed the connection within a reply")
+
+
+class EndlessError(DovetailError):
+    """A stream does not end."""
+
+
+def events_of(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield the data of each server-sent event."""
+    left = MOST_BYTES
+    while line := response.readline(left + 1):
+        left -= len(line)
+        if left < 0:
+            raise EndlessError(f"no end after {MOST_BYTES >> 20} MiB of the stream")
+        if line.startswith(b"data:"):
+            yield line[len(b"data:") :].strip()
 
 
 class _Reply:
@@ -247,25 +247,12 @@ class _Reply:
             self.text += text
 
     def result(self) -> Result | None:
-        known = {
-            name: value
-            for name, value in (self._metrics or {}).items()
-            if name in Result.model_fields
-        }
-        counts = {name: self._usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")}
+        told = {name: self._usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")}
+        told |= {"finish_reason": self._reason, **(self._metrics or {})}
+        told |= {"text": self.text, "token_ids": self._tokens}
+        known = {name: value for name, value in told.items() if name in Result.model_fields}
         try:
-            return Result.model_validate_json(
-                json.dumps(
-                    {
-                        **counts,
-                        "finish_reason": self._reason,
-                        **known,
-                        "text": self.text,
-                        "token_ids": self._tokens,
-                    },
-                    ensure_ascii=False,
-                )
-            )
+            return Result.model_validate_json(json.dumps(known, ensure_ascii=False))
         except ValidationError:
             return None
 
@@ -288,10 +275,8 @@ def _object(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise DovetailError(
-            "the server did not answer with a JSON object: "
-            f"{printable(content[:80].decode(errors='replace'))!r}"
-        )
+        said = printable(content[:80].decode(errors="replace"))
+        raise DovetailError(f"the server did not answer with a JSON object: {said!r}")
     return found
 
 
@@ -299,17 +284,12 @@ def _failure(status: int, said: dict[str, Any], *, sent_key: bool = False) -> Do
     """Return the error for a server's refusal: temporary, a mistake in the request (below 500), or
     the server's failure."""
     error = said.get("error")
-    text = (
-        printable(str(error.get("message", "")))
-        if isinstance(error, dict)
-        else printable(str(said)[:200])
-    )
+    told = error.get("message", "") if isinstance(error, dict) else str(said)[:200]
+    text = printable(str(told))
     if status == 401:
         refused = "the API key" if sent_key else "a request without an API key"
-        return UserError(
-            f"the server refuses {refused}: name its file with --http.api_key_file, or set "
-            f"{KEY_VARIABLE}"
-        )
+        remedy = f"name its file with --http.api_key_file, or set {KEY_VARIABLE}"
+        return UserError(f"the server refuses {refused}: {remedy}")
     if status in LATER:
         return DovetailError(f"the server cannot answer now: {text}")
     if status < 500:

@@ -106,9 +106,8 @@ def command(
         said = opened.enter_context(claim_stdout())
         listener = opened.enter_context(listen(settings.http.host, settings.http.port))
         keys = KeyFile(settings.http)
-        connections = Connections(
-            receive_s=settings.http.receive_s, most=connections_of(configuration)
-        )
+        most = connections_of(configuration)
+        connections = Connections(receive_s=settings.http.receive_s, most=most)
         reach = partial(open_link, connect, keys=folder, role="client")
         link = reach()  # a wrong address or key is reported at once
         again = partial(reach, timeout_s=MOST_RETRY_S)
@@ -134,14 +133,8 @@ def command(
                 if why := await gateway.first():
                     raise LinkClosed(why)
                 gc.freeze()
-                await serve(
-                    open_app(service),
-                    listener,
-                    connections,
-                    hurry=service.end,
-                    ready=ready,
-                    progress=progress,
-                )
+                told = {"hurry": service.end, "ready": ready, "progress": progress}
+                await serve(open_app(service), listener, connections, **told)
             finally:
                 connecting.cancel()
                 await asyncio.wait([connecting])
@@ -158,9 +151,8 @@ def url_of(host: str, listener: socket.socket) -> str:
 def _template_values(settings: HttpSettings) -> Mapping[str, Any]:
     values = template_values(settings.chat_template_kwargs)
     if ours := sorted(OWN_VALUES.intersection(values)):
-        raise SettingsError(
-            f"http.chat_template_kwargs may not name {', '.join(ours)}: requests set these"
-        )
+        why = f"may not name {', '.join(ours)}: requests set these"
+        raise SettingsError(f"http.chat_template_kwargs {why}")
     return values
 
 
@@ -206,16 +198,11 @@ def connections_of(configuration: Configuration) -> int:
                 f"http.connections = {wanted} needs {wanted + others} open files, and this "
                 f"process may have {hard}: lower it to at most {hard - others}, or {MORE_FILES}"
             )
-        text = (
-            "http.connections is %d and not %d, since this process may have %d open files "
-            "(`ulimit -Hn`)"
-        )
+        text = "http.connections is %d, not %d: this process may have %d open files (`ulimit -Hn`)"
         log.warning(text, hard - others, wanted, hard)
         wanted = hard - others
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE,
-        (max(soft, wanted + others), resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
-    )
+    limits = max(soft, wanted + others), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     return wanted
 
 

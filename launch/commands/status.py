@@ -15,6 +15,9 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.messages import JournalState, PairState, ProcessState, Reported, WorkerState
 
+WORKER = ("worker", "roles", "model", "weights", "busy so far", "sessions", "RSS MB", "pid")
+LINK = ("worker", "host", "device", "kernels", "trip us", "clock us", "bytes/round")
+PROCESS = ("process", "host", "CPU s", "RSS MB", "pid")
 SHOWN_DECISIONS = 8  # the number of latest decisions shown; `--json` has all
 
 
@@ -38,22 +41,15 @@ def command(configuration: Configuration, connect: str | None, as_json: bool) ->
 
 
 def _show(state: Reported) -> None:
-    counts = (
-        f"{state.sessions} running, {state.finished} finished, {state.failed} failed, "
-        f"{state.cancelled} cancelled, {state.totals.refused_requests} refused"
-    )
-    about = f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s"
-    click.echo(about)
-    click.echo(f"sessions    {counts}")
-    click.echo(
-        f"finished    {state.rounds} rounds, tau {format_cell(state.tau)}; messages dropped: "
-        f"{state.stale} stale, {state.refused} refused"
-    )
-    if state.totals.moves:
-        click.echo(
-            f"moves {state.totals.moves} of sessions to another target, {state.totals.rebalanced} "
-            "of them to a faster one"
-        )
+    totals = state.totals
+    ended = f"{state.failed} failed, {state.cancelled} cancelled, {totals.refused_requests} refused"
+    dropped = f"messages dropped: {state.stale} stale, {state.refused} refused"
+    click.echo(f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s")
+    click.echo(f"sessions    {state.sessions} running, {state.finished} finished, {ended}")
+    click.echo(f"finished    {state.rounds} rounds, tau {format_cell(state.tau)}; {dropped}")
+    if totals.moves:
+        faster = f"{totals.rebalanced} of them to a faster one"
+        click.echo(f"moves {totals.moves} of sessions to another target, {faster}")
     if url := next((found.url for found in announcements() if found.address == state.address), ""):
         click.echo(f"http        {url}")
     if state.journal is not None and not state.journal.failed:
@@ -64,30 +60,17 @@ def _show(state: Reported) -> None:
         click.echo(f"{label:<12}{reason}")
     for warning in slow_kernels(state):
         click.echo(f"warning     {warning}")
-    if queue := state.totals.queue_words:
+    if queue := totals.queue_words:
         click.echo(f"note        {queue}")
     if state.workers:
-        print_table(
-            ("worker", "roles", "model", "weights", "busy so far", "sessions", "RSS MB", "pid"),
-            [_row(worker) for worker in state.workers],
-        )
-        print_table(
-            ("worker", "host", "device", "kernels", "trip us", "clock us", "bytes/round"),
-            [_link(worker) for worker in state.workers],
-        )
+        print_table(WORKER, [_row(worker) for worker in state.workers])
+        print_table(LINK, [_link(worker) for worker in state.workers])
     if state.processes:
-        print_table(
-            ("process", "host", "CPU s", "RSS MB", "pid"), [_process(p) for p in state.processes]
-        )
-    if state.workers:
+        print_table(PROCESS, [_process(process) for process in state.processes])
+    for name in ("binding", "placement", "fingerprint"):
         for worker in state.workers:
-            click.echo(f"binding of {worker.name}: {worker.binding or 'not reported'}")
-        for worker in state.workers:
-            if worker.placement:
-                click.echo(f"placement of {worker.name}: {worker.placement}")
-        for worker in state.workers:
-            if worker.fingerprint:
-                click.echo(f"fingerprint of {worker.name}: {worker.fingerprint}")
+            if told := getattr(worker, name) or ("not reported" if name == "binding" else ""):
+                click.echo(f"{name} of {worker.name}: {told}")
     _show_pairs(state.pairs)
     if state.decisions:
         click.echo("last decisions")
@@ -97,15 +80,11 @@ def _show(state: Reported) -> None:
 
 def _journal(journal: JournalState) -> str:
     kept = f"{counted(journal.replies, 'reply', 'replies')}, {journal.bytes / 1e6:.1f} MB"
-    takes = [
-        f"{name} takes {value:.{digits}f} {unit}"
-        for name, value, digits, unit in (
-            ("a write", journal.write_us, 0, "us"),
-            ("the disk", journal.sync_ms, 1, "ms"),
-        )
-        if value is not None
-    ]
-    return ", ".join((f"{journal.folder}: {kept}", *takes))
+    if journal.write_us is not None:
+        kept += f", a write takes {journal.write_us:.0f} us"
+    if journal.sync_ms is not None:
+        kept += f", the disk takes {journal.sync_ms:.1f} ms"
+    return f"{journal.folder}: {kept}"
 
 
 def _show_pairs(pairs: Sequence[PairState]) -> None:
@@ -115,13 +94,12 @@ def _show_pairs(pairs: Sequence[PairState]) -> None:
     headings = ("draft", "target", "drafting", "rounds", "hit", "gamma", *rates)
     print_table(headings, [_pair(pair) for pair in pairs])
     for pair in pairs:
+        both = f"{pair.draft} and {pair.target}"
         if pair.hops_us is not None:
-            click.echo(
-                f"messages of a round of {pair.draft} and {pair.target}: {pair.hops_us:.0f} us"
-            )
+            click.echo(f"messages of a round of {both}: {pair.hops_us:.0f} us")
         for name, curve in (("T_V", pair.t_v), ("t_D", pair.t_d)):
             if curve is not None:
-                click.echo(f"{name} of {pair.draft} and {pair.target}, ms by rows: {_curve(curve)}")
+                click.echo(f"{name} of {both}, ms by rows: {_curve(curve)}")
 
 
 def _pair(pair: PairState) -> tuple[object, ...]:
@@ -132,10 +110,8 @@ def _pair(pair: PairState) -> tuple[object, ...]:
 
 
 def _curve(curve: RowsSeconds) -> str:
-    return ", ".join(
-        f"{rows}: {1e3 * seconds:.3g}"
-        for rows, seconds in zip(curve.rows, curve.seconds, strict=True)
-    )
+    points = zip(curve.rows, curve.seconds, strict=True)
+    return ", ".join(f"{rows}: {1e3 * seconds:.3g}" for rows, seconds in points)
 
 
 def _row(worker: WorkerState) -> tuple[object, ...]:
@@ -168,13 +144,5 @@ def _clock(worker: WorkerState) -> str:
 
 
 def _standing(worker: WorkerState) -> str:
-    said = [
-        word
-        for word, so in (
-            ("standby", worker.standby),
-            ("leaving", worker.leaving),
-            ("stuck", worker.stuck),
-        )
-        if so
-    ]
+    said = [word for word in ("standby", "leaving", "stuck") if getattr(worker, word)]
     return f" ({', '.join(said)})" if said else ""

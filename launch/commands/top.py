@@ -37,12 +37,7 @@ EVERY_S = 1.0
 MOST_WAIT_S = 15.0  # seconds between two attempts if there is no answer; at first it is EVERY_S
 SILENCE_S = 10.0
 MOST_LOOKS = 8  # messages read at a time; the next poll reads the rest
-UP, DOWN, RIGHT, LEFT = (
-    (b"\x1b[A", b"\x1bOA"),
-    (b"\x1b[B", b"\x1bOB"),
-    (b"\x1b[C", b"\x1bOC"),
-    (b"\x1b[D", b"\x1bOD"),
-)
+UP, DOWN, RIGHT, LEFT = ((b"\x1b[" + end, b"\x1bO" + end) for end in (b"A", b"B", b"C", b"D"))
 
 Picture = dict[str, Any]
 
@@ -89,10 +84,8 @@ class _WithOthers:
         self._eye, self._others, self._here = eye, Others(), socket.gethostname()
 
     def look(self, session: int | None) -> Picture:
-        picture, load = (
-            self._eye.look(session),
-            self._others.load(lambda _, name: name.startswith("dovetail")),
-        )
+        picture = self._eye.look(session)
+        load = self._others.load(lambda _, name: name.startswith("dovetail"))
         here = any(worker["host"] == self._here for worker in picture["workers"])
         others = {**asdict(load), "words": load.words} if load is not None and here else None
         return {**picture, "others": others}
@@ -123,17 +116,14 @@ class _LinkEye:
                     break
             state = self._client.status()
             self._live_stats.hear(state)
-            return self._live_stats.view(
-                spell=self._spell(self._client, state), session=session, called=call_model
-            )
+            spell = self._spell(self._client, state)
+            return self._live_stats.view(spell=spell, session=session, called=call_model)
         except DovetailError:
             self._close()
             raise
 
     def _spell(self, client: Client, state: Reported) -> Spell | None:
-        fingerprint = next(
-            (worker.fingerprint for worker in state.workers if worker.fingerprint), ""
-        )
+        fingerprint = next(filter(None, (worker.fingerprint for worker in state.workers)), "")
         if fingerprint != self._spelt[0]:
             self._spelt = (fingerprint, _spell_of(client) if fingerprint else None)
         return self._spelt[1]
@@ -160,20 +150,16 @@ class _WebEye:
         self._site = WebServer(url, api_key(configuration), silence_s=SILENCE_S)
 
     def look(self, session: int | None) -> Picture:
+        asked, server = "" if session is None else f"?session={session}", self._site.url
         try:
-            picture = self._site.get(
-                f"/dashboard/state{'' if session is None else f'?session={session}'}"
-            )
+            picture = self._site.get(f"/dashboard/state{asked}")
         except RequestError as error:
-            raise UserError(
-                f"the server at {self._site.url} has no dashboard ({error}): set "
-                "http.dashboard there, or connect to its coordinator"
-            ) from None
+            why = f"the server at {server} has no dashboard ({error})"
+            remedy = "set http.dashboard there, or connect to its coordinator"
+            raise UserError(f"{why}: {remedy}") from None
         if picture.get("format") != FORMAT:
-            raise UserError(
-                f"the server at {self._site.url} is another release of dovetail: use the same on "
-                "both"
-            )
+            other = f"the server at {server} is another release of dovetail"
+            raise UserError(f"{other}: use the same on both")
         return picture
 
 
@@ -188,21 +174,17 @@ def _watch(eye: Any) -> None:
                     picture, failures, standing.lost = in_print(eye.look(standing.session)), 0, ""
                 except DovetailError as error:
                     failures, standing.lost = failures + 1, str(error)
-                due_s = time.monotonic() + min(
-                    MOST_WAIT_S, EVERY_S * 2 ** min(max(0, failures - 1), 6)
-                )
+                wait_s = EVERY_S * 2 ** min(max(0, failures - 1), 6)
+                due_s = time.monotonic() + min(MOST_WAIT_S, wait_s)
             if picture is not None:
                 live.update(page(picture, standing, console), refresh=True)
-            for key in keys.within(
-                max(0.0, due_s - time.monotonic()) if not standing.paused else EVERY_S
-            ):
+            left_s = EVERY_S if standing.paused else max(0.0, due_s - time.monotonic())
+            for key in keys.within(left_s):
                 due_s = 0.0 if _press(key, standing, picture) else due_s
 
 
 def _press(key: bytes, standing: Standing, picture: Picture | None) -> bool:
-    sessions = (
-        [session["session"] for session in picture["sessions"]] if picture is not None else []
-    )
+    sessions = [session["session"] for session in picture["sessions"]] if picture else []
     if key in (b"q", b"Q", b"\x03", b"\x04"):
         standing.ended = True
     elif key in (b"p", b"P", b" "):

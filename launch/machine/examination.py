@@ -106,16 +106,14 @@ def gather() -> Facts:
     others = watched.load(lambda pid, _: pid == os.getpid())
     profile, problem = _profile_state()
     gpus, driver_problem = read_gpus()
+    nodes = tuple(node.number for node in topology.nodes if node.memory_bytes)
+    shared = os.access(SHARED_MEMORY, os.W_OK)
     return Facts(
         machine=platform.machine(),
         flags=cpu_flags(CPUINFO),
         topology=topology,
         online_cores=os.cpu_count() or len(topology.threads),
-        memory_refusal=memory_refusal(
-            tuple(node.number for node in topology.nodes if node.memory_bytes)[:1]
-        )
-        if len(topology.nodes) > 1
-        else "",
+        memory_refusal=memory_refusal(nodes[:1]) if len(topology.nodes) > 1 else "",
         inventory=_inventory(),
         gpus=gpus,
         cards=read_cards(),
@@ -124,9 +122,7 @@ def gather() -> Facts:
         memory_bytes=memory_bytes(),
         free_bytes=free_memory_bytes(),
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        shared_bytes=shutil.disk_usage(SHARED_MEMORY).free
-        if os.access(SHARED_MEMORY, os.W_OK)
-        else 0,
+        shared_bytes=shutil.disk_usage(SHARED_MEMORY).free if shared else 0,
         environment=dict(os.environ),
         compiler=" ".join(compiler()),
         others=others,
@@ -156,15 +152,9 @@ def _size(place: Path) -> int:
 def read_gpus(command: str = "nvidia-smi") -> tuple[list[Gpu], str]:
     """The NVIDIA GPUs reported by the driver's tool, and any problem of the driver; both empty
     without that tool."""
-    query = [
-        command,
-        "--query-gpu=name,compute_cap,driver_version,memory.total",
-        "--format=csv,noheader,nounits",
-    ]
+    wanted = "--query-gpu=name,compute_cap,driver_version,memory.total"
     try:
-        result = subprocess.run(
-            query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        result = _run([command, wanted, "--format=csv,noheader,nounits"])
     except FileNotFoundError:
         return [], ""
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -175,6 +165,10 @@ def read_gpus(command: str = "nvidia-smi") -> tuple[list[Gpu], str]:
     return [gpu for line in result.stdout.splitlines() if (gpu := _parse_gpu(line)) is not None], ""
 
 
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
 def _parse_gpu(line: str) -> Gpu | None:
     name, _, rest = line.partition(",")
     fields = [part.strip() for part in rest.split(",")]
@@ -182,12 +176,8 @@ def _parse_gpu(line: str) -> Gpu | None:
     if capability is None or len(fields) < 3:
         return None
     driver, memory = fields[1].partition(".")[0], fields[2]
-    return Gpu(
-        name.strip(),
-        capability,
-        int(driver) if driver.isdigit() else None,
-        int(memory) if memory.isdigit() else 0,
-    )
+    major, mib = int(driver) if driver.isdigit() else None, int(memory) if memory.isdigit() else 0
+    return Gpu(name.strip(), capability, major, mib)
 
 
 def _inventory() -> dict[str, Any]:
@@ -195,9 +185,7 @@ def _inventory() -> dict[str, Any]:
     error."""
     command = [sys.executable, "-P", "-m", "dovetail.workers.calibration.inventory"]
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        result = _run(command)
         found: dict[str, Any] = json.loads(result.stdout)
     except subprocess.TimeoutExpired:
         return {"broken": f"no answer within {TIMEOUT_S} s"}
@@ -223,11 +211,8 @@ def _profile_state() -> tuple[str, str]:
         entries = len(load_profile(path).entries)
     except ProfileError as error:
         return "", str(error)
-    return (
-        f"{path}: "
-        f"{counted(entries, 'measured combination') if entries else 'nothing measured yet'}",
-        "",
-    )
+    found = counted(entries, "measured combination") if entries else "nothing measured yet"
+    return f"{path}: {found}", ""
 
 
 MAXWELL, TURING, BLACKWELL = (5, 0), (7, 5), (10, 0)
@@ -272,9 +257,8 @@ def build_for(capability: Capability, *, release: str, driver: int | None) -> st
         return ""
     if capability < TURING:
         return "cu126"
-    newest = (driver is None or driver >= LEAST_DRIVER[13]) and _release(release) >= RELEASES[
-        "cu130"
-    ][0]
+    able = driver is None or driver >= LEAST_DRIVER[13]
+    newest = able and _release(release) >= RELEASES["cu130"][0]
     return "cu130" if newest else "cu128" if capability >= BLACKWELL else "cu126"
 
 
@@ -288,10 +272,9 @@ def install_command(build: str, *, release: str) -> str:
     """Return the command that installs a build: of the installed release if it exists, else of any
     that fits."""
     first, last = RELEASES[build]
-    exact = f"torch=={release.partition('+')[0]}"
-    wanted = (
-        exact if fits(build, release) else f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
-    )
+    wanted = f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    if fits(build, release):
+        wanted = f"torch=={release.partition('+')[0]}"
     return f"pip install --force-reinstall '{wanted}' --index-url {INDEX}/{build}"
 
 
@@ -335,9 +318,8 @@ def build_of(inventory: Mapping[str, Any]) -> str:
 def examine_gpus(facts: Facts) -> Iterator[Check]:
     if facts.driver_problem:
         remedy = "reinstall the NVIDIA driver, or restart after an update of it; in a container "
-        yield Check(
-            "GPU driver", False, facts.driver_problem, f"{remedy}pass the GPU on (--gpus all)"
-        )
+        remedy += "pass the GPU on (--gpus all)"
+        yield Check("GPU driver", False, facts.driver_problem, remedy)
     for index, gpu in enumerate(facts.gpus):
         yield _gpu(facts, index, gpu)
     for index, products in enumerate(facts.inventory.get("products", ())):
@@ -375,9 +357,8 @@ def _card(facts: Facts, name: str, card: Card) -> Check:
         return Check(name, False, f"{found}; torch {release} does not find it", ACCESS[card.maker])
     have = facts.inventory["architectures"]
     if card.target and card.target not in have:
-        remedy = (
-            f"{OVERRIDE}, or use device cpu" if card.target in LIKE_GFX1030 else "use device cpu"
-        )
+        remedy = f"{OVERRIDE}, or " if card.target in LIKE_GFX1030 else ""
+        remedy += "use device cpu"
         said = f"torch {release} has no code for {card.target}, only for {' '.join(have)}"
         return Check(name, False, f"{found}; {said}", remedy)
     return Check(name, True, f"{found}; torch {release} finds it")
@@ -395,9 +376,8 @@ def _products(index: int, products: Mapping[str, Any]) -> Check:
     name = f"GPU {index}'s products"
     if missing := products["missing"]:
         lost = "torch's products alone are used, which widen 16-bit weights in memory"
-        return Check(
-            name, False, f"{missing}; {lost}", "fix it for speed; everything works without it"
-        )
+        remedy = "fix it for speed; everything works without it"
+        return Check(name, False, f"{missing}; {lost}", remedy)
     return Check(name, True, "; ".join(products["said"]))
 
 
@@ -478,11 +458,8 @@ def _kernels(facts: Facts) -> Iterator[Check]:
         f"set target.backend = library, which loses {LOST}; rebuild the kernels ({sys.executable} "
         "-m dovetail.workers.kernels.build) with another compiler"
     )
-    found = (
-        "; ".join(failures)
-        or "products are right, with the same bytes, for every kind of weights and instruction set"
-    )
-    yield Check("kernels' self-test", not failures, found, advice)
+    right = "products are right, with the same bytes, for every kind of weights and instruction set"
+    yield Check("kernels' self-test", not failures, "; ".join(failures) or right, advice)
 
 
 def _torch(facts: Facts) -> Iterator[Check]:
@@ -498,15 +475,10 @@ def _cores(facts: Facts) -> Iterator[Check]:
     topology, usable = facts.topology, len(facts.topology.threads)
     layout = lay_out(topology)
     physical = sum(len(node.cores) for node in topology.nodes)
-    found = (
-        f"{physical} physical, {usable} of "
-        f"{counted(facts.online_cores, 'hardware thread')} usable "
-        f"({format_numbers(topology.threads)})"
-    )
-    places = (
-        f"target on {format_numbers(layout.target.cores)}, draft on "
-        f"{format_numbers(layout.draft.cores)}"
-    )
+    threads = f"{counted(facts.online_cores, 'hardware thread')} usable"
+    found = f"{physical} physical, {usable} of {threads} ({format_numbers(topology.threads)})"
+    target, draft = format_numbers(layout.target.cores), format_numbers(layout.draft.cores)
+    places = f"target on {target}, draft on {draft}"
     if layout.shared:
         places += ", which they share"
     alone = layout.shared == layout.target.cores
@@ -514,10 +486,8 @@ def _cores(facts: Facts) -> Iterator[Check]:
     yield Check("cores", not alone, f"{found}; {places}", advice)
     if topology.quota is not None:
         whole = topology.quota >= 1 and topology.quota == int(topology.quota)
-        given = (
-            f"{topology.quota:g} CPUs' worth of time, laid out as "
-            f"{counted(cpus_for(topology.quota), 'core')}"
-        )
+        cores = counted(cpus_for(topology.quota), "core")
+        given = f"{topology.quota:g} CPUs' worth of time, laid out as {cores}"
         advice = "a quota that is not whole stops all threads for a part of each period: "
         yield Check("CPU quota", whole, given, f"{advice}make it whole, or use a cpuset")
 
@@ -574,11 +544,8 @@ def _limits(facts: Facts) -> Iterator[Check]:
     raised = f"ulimit -n {4 * LEAST_FILES} (LimitNOFILE= in a unit)"
     advice = f"{raised}: a coordinator takes one for each client"
     yield Check("open files", facts.files >= LEAST_FILES, str(facts.files), advice)
-    found = (
-        f"{facts.shared_bytes / 2**20:.0f} MiB free in {SHARED_MEMORY}"
-        if facts.shared_bytes
-        else f"{SHARED_MEMORY} cannot be used"
-    )
+    there = f"{facts.shared_bytes / 2**20:.0f} MiB free in {SHARED_MEMORY}"
+    found = there if facts.shared_bytes else f"{SHARED_MEMORY} cannot be used"
     advice = "torch may ask for it: --shm-size=1g for a container"
     yield Check("shared memory", facts.shared_bytes >= LEAST_SHARED, found, advice)
 
@@ -587,13 +554,10 @@ def _environment(facts: Facts) -> Iterator[Check]:
     there = facts.environment
     disturbing = [name for name in (*PINNING, *CAPS) if there.get(name)]
     disturbing += [name for name, value in SPINNING.items() if there.get(name, "").lower() == value]
-    preloaded = [
-        name for name in there.get("LD_PRELOAD", "").split(":") if "iomp" in name or "mkl" in name
-    ]
-    values = {
-        **{name: there[name] for name in disturbing},
-        **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {}),
-    }
+    libraries = there.get("LD_PRELOAD", "").split(":")
+    preloaded = [name for name in libraries if "iomp" in name or "mkl" in name]
+    values = {name: there[name] for name in disturbing}
+    values |= {"LD_PRELOAD": ":".join(preloaded)} if preloaded else {}
     found, names = ", ".join(f"{name}={value}" for name, value in values.items()), " ".join(values)
     advice = (
         f"unset {names}: dovetail binds and counts threads itself, and what caps instructions "

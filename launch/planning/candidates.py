@@ -5,9 +5,11 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from dovetail.launch.console.terminal import counted
 from dovetail.launch.planning.acceptance import (
     UNCOUNTED,
     Acceptance,
@@ -84,20 +86,12 @@ class Candidate:
 def trees_of(kind: str, acceptance: Acceptance, width: int) -> list[Tree]:
     """Return the candidate trees for a draft of a kind; for a recorded draft only recorded
     sizes."""
-    found = [
-        Tree("dynamic", gamma, depth, width)
-        for gamma in GAMMAS
-        for depth in DEPTHS
-        if depth <= gamma
-    ]
-    found += [
-        Tree("budget", gamma, depth, BUDGET_WIDTH) for gamma in BUDGETS for depth in BUDGET_DEPTHS
-    ]
+    sizes = [(gamma, depth) for gamma in GAMMAS for depth in DEPTHS if depth <= gamma]
+    found = [Tree("dynamic", *size, width) for size in sizes]
+    found += [Tree("budget", *size, BUDGET_WIDTH) for size in product(BUDGETS, BUDGET_DEPTHS)]
     if kind == "substitute":
         found += [Tree("beam", BEAM_WIDTH * depth, depth, BEAM_WIDTH) for depth in BEAM_DEPTHS]
-    return [
-        tree for tree in found if not isinstance(acceptance, Recorded) or acceptance.reaches(tree)
-    ]
+    return [*filter(acceptance.reaches, found)] if isinstance(acceptance, Recorded) else found
 
 
 class Reader:
@@ -181,33 +175,21 @@ class Reader:
         return True
 
     def _substitute(self) -> Candidate:
-        weights, target = (
-            self._configuration.settings.draft.weights,
-            self._configuration.settings.target,
-        )
-        bits = BITS.get(weights, 4)
-        settings: dict[str, Any] = {"kind": "substitute"} | (
-            {"weights": weights} if weights in BITS else {}
-        )
+        wishes = self._configuration.settings
+        weights, target = wishes.draft.weights, wishes.target
+        bits, settings = BITS.get(weights, 4), {"kind": "substitute"}
+        settings |= {"weights": weights} if weights in BITS else {}
         lacks = HQQ if find_spec("hqq") is None else "" if self._asked else UNASKED
-        return self._candidate(
-            "substitute",
-            f"substitute of {bits} bits",
-            substitute_size(self._target, bits, target.weights, target.cached),
-            settings,
-            lacks=lacks,
-        )
+        size = substitute_size(self._target, bits, target.weights, target.cached)
+        name = f"substitute of {bits} bits"
+        return self._candidate("substitute", name, size, settings, lacks=lacks)
 
     def _to_be_trained(self, kind: str) -> Iterator[Candidate]:
         most = len(figures_of(kind).tokens)
         target = shlex.quote(spelled(self._configuration.settings.target.model) or "FOLDER")
         for blocks in range(1, most + 1):
             told = f" --blocks {blocks}" if most > 1 else ""
-            name = (
-                f"{kind} head of {blocks} block{'s' if blocks > 1 else ''}"
-                if told
-                else f"{kind} head"
-            )
+            name = f"{kind} head" + (f" of {counted(blocks, 'block')}" if told else "")
             yield self._candidate(
                 kind,
                 name,
@@ -223,19 +205,15 @@ class Reader:
         own = design_of(config, folder) if kind == "small" else Design(config)
         if kind == "small":
             if own.vocabulary != self._target.vocabulary:
-                raise UserError(
-                    f"the draft {source} has {own.vocabulary} tokens and the target "
-                    f"{self._target.vocabulary}"
-                )
-            return self._candidate(
-                "small", f"small model {folder.name}", small_size(own), settings, source=source
-            )
+                sizes = f"{own.vocabulary} tokens and the target {self._target.vocabulary}"
+                raise UserError(f"the draft {source} has {sizes}")
+            name = f"small model {folder.name}"
+            return self._candidate("small", name, small_size(own), settings, source=source)
         if own.hidden != self._target.hidden:
-            raise UserError(
-                f"the head {source} is {own.hidden} wide and the target {self._target.hidden}"
-            )
+            sizes = f"{own.hidden} wide and the target {self._target.hidden}"
+            raise UserError(f"the head {source} is {sizes}")
         blocks = own.layers
-        name = f"{kind} head {folder.name} of {blocks} block{'s' if blocks > 1 else ''}"
+        name = f"{kind} head {folder.name} of {counted(blocks, 'block')}"
         return self._candidate(kind, name, head_size(own, blocks), settings, blocks, source=source)
 
     def _candidate(
@@ -258,13 +236,13 @@ class Reader:
         )
 
     def _known(self, kind: str, source: str) -> Recorded | None:
+        def place(model: str) -> Path:
+            return Path(model).expanduser().resolve()
+
         for one in self._recorded:
             said = one.library.about.draft_model
-            if (kind == "substitute" and "substitute" in said) or (
-                source
-                and Path(said).expanduser().resolve()
-                == Path(spelled(source)).expanduser().resolve()
-            ):
+            substitute = kind == "substitute" and "substitute" in said
+            if substitute or (source and place(said) == place(spelled(source))):
                 return one
         return None
 

@@ -242,9 +242,8 @@ class Subject:
         if (falls or self.draft_device == "cpu") and self.here is not None:
             layout = (self.here.spread if option.nodes > 1 else None) or self.here.layout
             return not layout.shared
-        return (
-            self.device in (None, "cpu") or self.draft_device != self.device or not option.computed
-        )
+        apart = self.device in (None, "cpu") or self.draft_device != self.device
+        return apart or not option.computed
 
     def _measurable(self) -> str:
         """The flags of calibrations that would replace estimates by measurements; none for another
@@ -264,10 +263,17 @@ class Subject:
         rows = [told(one, self.device or "cpu", self._settings(one), alone) for one in every]
         ready, hardware, origins = ready_of(every), self.hardware, self.machine.origins
         there = {one.candidate.name: one.candidate for one in every if one.draft is not None}
-        vram, ram = (
-            None if size is None else size / 1e9
-            for size in (hardware.device_bytes, hardware.host_bytes)
-        )
+        limits = {"vram_gb": hardware.device_bytes, "ram_gb": hardware.host_bytes}
+        told_of = {name: str(origin) for name, origin in origins.items()}
+        told_of |= {
+            f"a level of the {name}": str(self.levels[name])
+            for name in there
+            if name in self.levels
+        }
+        told_of |= {
+            f"acceptance of the {name}": one.acceptance.origin for name, one in there.items()
+        }
+        read, link, layer = self.read_bytes, self.machine.link, self.target.layer
         return {
             "machine": hardware.title,
             "device": self.device,
@@ -279,31 +285,14 @@ class Subject:
             "layers": self.target.layers,
             "parameters": self.design.parameters,
             "active_parameters": self.design.active,
-            "limits": {"vram_gb": vram, "ram_gb": ram},
-            "origins": {
-                **{name: str(origin) for name, origin in origins.items()},
-                **{
-                    f"a level of the {name}": str(self.levels[name])
-                    for name in there
-                    if name in self.levels
-                },
-                **{
-                    f"acceptance of the {name}": one.acceptance.origin
-                    for name, one in there.items()
-                },
-            },
+            "limits": {name: size and size / 1e9 for name, size in limits.items()},
+            "origins": told_of,
             "measurable": self._measurable(),
             "uncalibrated": self.here is not None and any(o.estimated for o in origins.values()),
             "alternatives": rows,
             "choice": rows[0],
             "at_once": None if ready is None else rows[every.index(ready)],
-            "verdict": verdict(
-                every,
-                self.read_bytes,
-                self.machine.link,
-                self.target.layer,
-                dense=self.design.mixture is DENSE,
-            ),
+            "verdict": verdict(every, read, link, layer, dense=self.design.mixture is DENSE),
         }
 
     def brief(self, every: Sequence[Option]) -> dict[str, Any]:
@@ -331,10 +320,8 @@ class Subject:
         said = f"there is no GPU here: everything is on the CPU, and a draft {place}"
         if self.configuration.settings.memory.vram == "auto":
             return said
-        return (
-            f"{said}; memory.vram has no effect: --target.split.device=cpu uses the CPU in place "
-            "of a GPU, --machine plans for another machine"
-        )
+        remedy = "--target.split.device=cpu uses the CPU in place of a GPU"
+        return f"{said}; memory.vram has no effect: {remedy}"
 
     def _settings(self, one: Option) -> dict[str, Any]:
         """Return the settings that start an option. They keep a target on one node if `auto` would
@@ -356,12 +343,6 @@ def kinds_of(
     def own(draft: Draft) -> Draft | None:
         return None if draft.shares or draft.spread else draft
 
-    def spread(draft: Draft) -> Draft | None:
-        return draft if draft.spread else None
-
-    def shared(draft: Draft) -> Draft | None:
-        return draft if draft.shares else None
-
     def large(draft: Draft) -> Draft | None:
         return None if own(draft) is None else by_budget(draft)
 
@@ -369,7 +350,7 @@ def kinds_of(
     if planner.nodes > 1:
         return [
             ("target alone, over memory nodes", cpu, None),
-            ("Dovetail, over memory nodes", cpu, spread),
+            ("Dovetail, over memory nodes", cpu, lambda draft: draft if draft.spread else None),
         ]
     if planner.host_experts:
         both = [*split, *whole]
@@ -386,7 +367,7 @@ def kinds_of(
         ("offloading with a draft", streamed, own),
         ("offloading with a large tree (SpecExec)", streamed, large),
         ("all on the device, with a draft", whole, own),
-        ("SubSpec", [*streamed, *whole], shared),
+        ("SubSpec", [*streamed, *whole], lambda draft: draft if draft.shares else None),
     ]
 
 
@@ -427,12 +408,8 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
         spread_calibration = known_costs(target, path, device="cpu", **over).calibration
         nodes = nodes_of_layouts(layout, spread, profile)
     folder, calibration = find_folder(target.model, files=CONFIG_ALONE), known.calibration
-    kept = [
-        one
-        for entry in profile.entries
-        if entry.key.machine == machine_key()
-        for one in entry.calibrations
-    ]
+    own_entries = (entry for entry in profile.entries if entry.key.machine == machine_key())
+    kept = [one for entry in own_entries for one in entry.calibrations]
     products = None
     if calibration is not None:
         limits = calibration.limits, "measured"
@@ -454,18 +431,12 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
             messages = HERE.scaled(one.overhead_s)
             hardware = replace(hardware, messages=messages, messages_from=origin)
             break
+    parts = known.parts if device is not None else None
+    draft = settings.draft.device if settings.draft.device != "auto" else device or "cpu"
     return Subject(
-        configuration,
-        design_of(config, folder),
-        hardware,
-        device,
-        settings.draft.device if settings.draft.device != "auto" else device or "cpu",
+        *(configuration, design_of(config, folder), hardware, device, draft),
         settings.target.weights,
-        Known(
-            calibration,
-            known.parts if device is not None else None,
-            *(layout, spread, spread_calibration, limits),
-        ),
+        Known(calibration, parts, layout, spread, spread_calibration, limits),
         embedded=not settings.target.model,
     )
 
@@ -529,7 +500,6 @@ def folder_of(source: str) -> Path:
     """Return the folder of a model: the named one or, for a hub id, one with its config.json."""
     folder = Path(resolved(source)).expanduser()
     if not folder.is_dir() and (folder.exists() or is_path(source)):
-        raise CheckpointError(
-            f"{source} is not a folder with a config.json, a GGUF file or a hub id (OWNER/NAME)"
-        )
+        wanted = "a folder with a config.json, a GGUF file or a hub id (OWNER/NAME)"
+        raise CheckpointError(f"{source} is not {wanted}")
     return find_folder(str(folder), files=CONFIG_ALONE)

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dovetail.launch.console.terminal import counted
 from dovetail.launch.planning.designs import LOOKUP
 from dovetail.launch.planning.planner import Link, Option
 from dovetail.launch.settings.catalog import SETTINGS
@@ -37,8 +38,8 @@ def placement(one: Option, device: str) -> str:
 
 def why(one: Option) -> str:
     """Return its bottleneck."""
-    rows = 1 if one.tree is None else one.tree.gamma + 1
-    passes = f"{_ms(one.verify_s)} a pass of {rows} {'row' if rows == 1 else 'rows'}"
+    rows = counted(1 if one.tree is None else one.tree.gamma + 1, "row")
+    passes = f"{_ms(one.verify_s)} a pass of {rows}"
     drafting = f", {_ms(one.draft_s)} of drafting waited for" if one.tree is not None else ""
     bound = {
         "draft": "drafting takes longest",
@@ -81,17 +82,12 @@ def settings(one: Option, device: str, draft_device: str, base: Configuration) -
             for name in ("kind", "model", "weights")
             if (value := getattr(own, name)) != type(own).model_fields[name].default
         }
-        found |= (
-            {"draft.share": True}
-            if one.draft.shares
-            else {"draft.device": draft_device}
-            if own.kind != LOOKUP
-            else {}
-        )
-        found |= {
-            f"tree.{name}": getattr(one.tree, name)
-            for name in ("policy", "gamma", "depth", "width")
-        }
+        if one.draft.shares:
+            found["draft.share"] = True
+        elif own.kind != LOOKUP:
+            found["draft.device"] = draft_device
+        sizes = ("policy", "gamma", "depth", "width")
+        found |= {f"tree.{name}": getattr(one.tree, name) for name in sizes}
     for name in found.keys() & {"target.model", "draft.model"}:
         found[name] = spelled(found[name])
     return {name: found[name] for name in SETTINGS if name in found}
@@ -102,20 +98,12 @@ def _target(option: Option, device: str) -> dict[str, Any]:
         return {"target.numa": SHARD}
     if not option.computed:
         return {}
-    if option.host_experts:
-        return {
-            "target.split.device": device,
-            "target.split.layers": option.computed,
-            "target.split.parts": "mixer",
-            "target.resident": option.resident,
-        }
-    if option.on_cpu:
-        return {
-            "target.split.device": device,
-            "target.split.layers": option.computed,
-            "target.resident": option.resident,
-        }
-    return {"target.device": device, "target.resident": option.resident}
+    resident = {"target.resident": option.resident}
+    if not option.host_experts and not option.on_cpu:
+        return {"target.device": device, **resident}
+    parts = {"target.split.parts": "mixer"} if option.host_experts else {}
+    split = {"target.split.device": device, "target.split.layers": option.computed}
+    return {**split, **parts, **resident}
 
 
 def serve_command(found: Mapping[str, Any], *more: str) -> str:
@@ -125,13 +113,8 @@ def serve_command(found: Mapping[str, Any], *more: str) -> str:
     shown = {name: value for name, value in found.items() if not (own and name.startswith("tree."))}
     if "draft.model" in shown:
         shown.pop("draft.kind", None)
-    return shlex.join(
-        [
-            *("dovetail", "serve"),
-            *(f"{_short(name)}={SETTINGS[name].flag_text(shown[name])}" for name in shown),
-            *more,
-        ]
-    )
+    flags = (f"{_short(name)}={SETTINGS[name].flag_text(shown[name])}" for name in shown)
+    return shlex.join(["dovetail", "serve", *flags, *more])
 
 
 def _short(name: str) -> str:
@@ -155,20 +138,13 @@ def verdict(
         said.append("no other known draft pays off; a look-up takes almost no time")
     elif alone is not None and best is not alone:
         gain = best.tokens_per_s / alone.tokens_per_s
-        worth = (
-            "speculation is worth it" if gain >= WORTH else "speculation gains almost nothing here"
-        )
-        said.append(
-            f"{worth}: {gain:.2f} times the best without a draft ({alone.name}, "
-            f"{figure(alone.tokens_per_s)} tokens/s)"
-        )
+        worth = "is worth it" if gain >= WORTH else "gains almost nothing here"
+        other = f"{alone.name}, {figure(alone.tokens_per_s)} tokens/s"
+        said.append(f"speculation {worth}: {gain:.2f} times the best without a draft ({other})")
     elif alone is not None:
-        fits = any(one.candidate is not None for one in found)
-        cause = (
-            "no draft pays off"
-            if fits
-            else "no draft was considered, or none fits next to the target"
-        )
+        cause = "no draft was considered, or none fits next to the target"
+        if any(one.candidate is not None for one in found):
+            cause = "no draft pays off"
         said.append(f"speculation is not worth it here: {cause}")
     if (over := _over_nodes(found)) is not None:
         said.append(over)
@@ -177,10 +153,8 @@ def verdict(
         copy_s = 0.0 if link is None else link.layer_s(1)
         bus = layer_bytes / copy_s / GIGA if copy_s else None
         judged = against_offloading(size * mixed.tokens_per_s / GIGA, bus)
-        said.append(
-            f"heterogeneous speculation ({mixed.name}) against offloading (Appendix B, "
-            f"equation 6): {judged}"
-        )
+        both = f"heterogeneous speculation ({mixed.name}) against offloading"
+        said.append(f"{both} (Appendix B, equation 6): {judged}")
     return said
 
 
@@ -191,30 +165,23 @@ def _over_nodes(found: Sequence[Option]) -> str | None:
     other = next((one for one in found if one.nodes == 1), None)
     if spread is None or other is None:
         return None
-    return (
-        f"over {spread.nodes} memory nodes (target.numa = {SHARD!r}): "
-        f"{spread.tokens_per_s / other.tokens_per_s:.2f} times the best on one ({other.name}, "
-        f"{figure(other.tokens_per_s)} tokens/s)"
-    )
+    gain = spread.tokens_per_s / other.tokens_per_s
+    best = f"the best on one ({other.name}, {figure(other.tokens_per_s)} tokens/s)"
+    nodes = f"over {spread.nodes} memory nodes (target.numa = {SHARD!r})"
+    return f"{nodes}: {gain:.2f} times {best}"
 
 
 def against_offloading(needed_gb_s: float, bus_gb_s: float | None) -> str:
     """Return whether heterogeneous speculation is right, and why (Dovetail paper, equation 6).
     `needed_gb_s`: rate at which offloading is as fast; `bus_gb_s`: None without accelerator."""
+    needed = f"{needed_gb_s:.1f} GB/s"
     if bus_gb_s is None:
-        return (
-            "there is no accelerator here to stream the weights to (its bus would have to carry "
-            f"{needed_gb_s:.1f} GB/s)"
-        )
+        return f"there is no accelerator to stream the weights to (its bus would carry {needed})"
     if bus_gb_s < needed_gb_s:
-        return (
-            f"right: offloading a token a pass would need {needed_gb_s:.1f} GB/s over a bus that "
-            f"carries {bus_gb_s:.1f} at best"
-        )
-    return (
-        f"wrong: the bus carries up to {bus_gb_s:.1f} GB/s, and offloading a token a pass draws "
-        f"level at {needed_gb_s:.1f}"
-    )
+        bus = f"a bus that carries {bus_gb_s:.1f} at best"
+        return f"right: offloading a token a pass would need {needed} over {bus}"
+    bus = f"the bus carries up to {bus_gb_s:.1f} GB/s"
+    return f"wrong: {bus}, and offloading a token a pass draws level at {needed_gb_s:.1f}"
 
 
 def told(
@@ -228,22 +195,20 @@ def told(
         "tokens_per_s": one.tokens_per_s,
         "tau": one.tau,
         "speedup": one.tokens_per_s / alone.tokens_per_s if alone is not None else None,
-        "policy": tree.policy if tree is not None else None,
+        "policy": tree and tree.policy,
         "gamma": tree.gamma if tree is not None else 0,
-        "depth": tree.depth if tree is not None else None,
-        "width": tree.width if tree is not None else None,
-        "blocks": candidate.blocks if candidate is not None else None,
+        "depth": tree and tree.depth,
+        "width": tree and tree.width,
+        "blocks": candidate and candidate.blocks,
         "layers": {"cpu": one.on_cpu, "resident": one.resident, "streamed": one.streamed},
         "round_ms": {
-            "draft": one.draft_s * MS,
-            "verify": one.verify_s * MS,
-            "beside": one.beside_s * MS,
+            name: getattr(one, f"{name}_s") * MS for name in ("draft", "verify", "beside")
         },
         "memory_nodes": one.nodes,
         "vram_gb": one.device_bytes / GIGA,
         "ram_gb": one.host_bytes / GIGA,
         "why": why(one),
-        "acceptance": candidate.acceptance.origin if candidate is not None else None,
+        "acceptance": candidate and candidate.acceptance.origin,
         "lacks": candidate.lacks if candidate is not None else "",
         "settings": dict(found),
     }

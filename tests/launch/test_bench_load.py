@@ -14,9 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from dovetail.launch.bench.load import served as request
 from dovetail.launch.bench.load.measured import LoadRun, levels_of, row, run, show, with_speedups
 from dovetail.launch.bench.load.served import Reply, ask
+from dovetail.launch.chat import web
 from dovetail.launch.chat.web import WebServer
 from dovetail.launch.cli import run as command_line
 from dovetail.protocol.errors import UserError
@@ -80,7 +80,7 @@ def test_a_request_that_fails_is_named(
     status: int, body: bytes, error: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if error == "too long":
-        monkeypatch.setattr(request, "MOST_BYTES", 8000)
+        monkeypatch.setattr(web, "MOST_BYTES", 8000)
     with scripted(status, body) as server:
         site = WebServer(server.url, "")
         found = ask(site, {}, 0)

@@ -171,9 +171,7 @@ def test_more_connections_than_files_are_lowered_and_told_where_nobody_asked_for
         assert process.stderr is not None
         url = process.stdout.readline().strip()
         said = process.stderr.readline()
-        assert (
-            "http.connections is 16 and not 4096, since this process may have 64 open files" in said
-        )
+        assert "http.connections is 16, not 4096: this process may have 64 open files" in said
         place = urlsplit(url)
         held = [
             opened.enter_context(socket.create_connection((place.hostname, place.port)))

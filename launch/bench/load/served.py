@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from dovetail.launch.chat.web import SERVERS, WebServer, api_key, check_flags, said_to_server
+from dovetail.launch.chat.web import (
+    DONE,
+    MOST_BYTES,
+    SERVERS,
+    STREAMED,
+    EndlessError,
+    WebServer,
+    api_key,
+    check_flags,
+    events_of,
+    said_to_server,
+)
 from dovetail.launch.console.terminal import spinner
 from dovetail.launch.processes.stack import begin_stack, http_arguments, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
@@ -20,11 +31,8 @@ from dovetail.protocol.errors import DovetailError, UserError, printable
 PATH, PLAIN_PATH = "/v1/chat/completions", "/v1/completions"
 WORDS = ("content", "reasoning_content", "reasoning")
 """Fields of a streamed choice with text: OpenAI's, llama-server's and older vLLM's, vLLM's."""
-DONE = b"[DONE]"
 BROKEN_OFF = "broken off"  # the error of a stream that ended without [DONE]
 TOO_LONG = "too long"  # the error of a stream that does not end
-MOST_BYTES = 64 << 20
-"""The most bytes read of a stream, or of a line of it: more than any reply has."""
 MOST_WORDS = 300  # characters that are kept of a server's error message
 MOST_COUNTED = 1 << 40  # the most tokens that a server can report; a larger number counts as none
 
@@ -83,10 +91,6 @@ class Reply:
         return [after - before for before, after in pairwise(self.chunks_s)]
 
 
-class _TooLongError(Exception):
-    """A stream does not end."""
-
-
 def ask(
     site: WebServer,
     body: Mapping[str, Any],
@@ -95,22 +99,17 @@ def ask(
     path: str = PATH,
 ) -> Reply:
     """Stream a completion to its end, or to its error."""
-    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
-    reply = Reply(number, clock())
+    reply, texts = Reply(number, clock()), list[str]()
     reply.ended_s = reply.began_s
     try:
-        with site.opened("POST", path, content.encode()) as response:
+        with site.opened("POST", path, json.dumps({**body, **STREAMED}).encode()) as response:
             if response.status == http.client.OK:
-                texts: list[str] = []
-                try:
-                    _read(reply, texts, response, clock)
-                except _TooLongError:
-                    _fail(reply, TOO_LONG, f"no end after {MOST_BYTES >> 20} MiB of the stream")
-                reply.text = "".join(texts)
+                _read(reply, texts, response, clock)
             else:
                 _fail(reply, f"HTTP {response.status}", _said(response.read(MOST_BYTES)))
     except DovetailError as error:
-        _fail(reply, "connection", str(error))
+        _fail(reply, TOO_LONG if isinstance(error, EndlessError) else "connection", str(error))
+    reply.text = "".join(texts)
     return reply
 
 
@@ -118,7 +117,7 @@ def _read(
     reply: Reply, texts: list[str], response: http.client.HTTPResponse, clock: Callable[[], float]
 ) -> None:
     """Store the arriving texts separately: appending to one long text would take ever longer."""
-    for data in _events(response):
+    for data in events_of(response):
         now_s = clock()
         if data == DONE:
             return
@@ -142,18 +141,6 @@ def _read(
             reply.chunks_s.append(now_s)
             texts.append(text)
     _fail(reply, BROKEN_OFF, "the stream ended before its [DONE]")
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield the data of each server-sent event; raise `_TooLongError` if the stream does not
-    end."""
-    left = MOST_BYTES
-    while line := response.readline(left + 1):
-        left -= len(line)
-        if left < 0:
-            raise _TooLongError
-        if line.startswith(b"data:"):
-            yield line[len(b"data:") :].strip()
 
 
 def _text(event: Mapping[str, Any]) -> str | None:
