@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from dovetail.launch.settings.models import head_folder
-from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import HEAD_KINDS, Sampling, TreeSettings, misfit
+from dovetail.protocol.settings.tree import POLICIES
 from dovetail.runtime.client import Client
 from support.losslessness import difference, given_up
 from support.stacks import PROMPTS, complete_all, running, submit

@@ -11,8 +11,8 @@ import torch
 from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Finished
-from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.settings.tree import POLICIES
 from dovetail.runtime.client import Client
 from support.cases import everyday
 from support.inflated import inflated

@@ -17,8 +17,8 @@ from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration, parse_setting, read_file
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Result
-from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, Sampling, Settings
+from dovetail.protocol.settings.tree import POLICIES
 from dovetail.workers.models.checkpoints.gguf.view import files_of
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "tests"

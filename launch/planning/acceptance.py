@@ -22,8 +22,8 @@ from pydantic import Field, ValidationError
 
 from dovetail.launch.planning.planner import Tree
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import Frozen, Sampling
+from dovetail.protocol.settings.tree import POLICIES
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.heads.kind import Figures
 from dovetail.workers.heads.registry import KINDS

@@ -26,7 +26,7 @@ from dovetail.protocol.calibration import (
     StateTraffic,
 )
 from dovetail.protocol.experts import DENSE, Mixture
-from dovetail.protocol.policies import POLICIES
+from dovetail.protocol.settings.tree import POLICIES
 from dovetail.runtime.costs.passes import curves_of
 from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, Nodes, Origin, PairCosts
 

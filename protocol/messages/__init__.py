@@ -12,7 +12,6 @@ here; each file is one conversation."""
 from dovetail.protocol.messages.client import *
 from dovetail.protocol.messages.drafting import *
 from dovetail.protocol.messages.parts import *
-from dovetail.protocol.messages.reading import *
 from dovetail.protocol.messages.registration import *
 from dovetail.protocol.messages.rounds import *
 from dovetail.protocol.messages.status import *

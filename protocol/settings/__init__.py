@@ -4,7 +4,6 @@
 default); sampling and tree settings are also part of messages. Sizes are in bytes, probabilities
 within 0..1. Everything is imported from here; each file covers one subject."""
 
-from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings.cluster import *
 from dovetail.protocol.settings.models import *
 from dovetail.protocol.settings.sampling import *

@@ -4,16 +4,170 @@ nothing more often."""
 
 import json
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dovetail.protocol.messages import Result, TokenLogprobs
-from dovetail.runtime.http.asked import RequestTarget
-from dovetail.runtime.http.errors import ApiError
+from dovetail.protocol.messages import Emitted, Failed, PromptScored, Result, TokenLogprobs
+from dovetail.runtime.http.asked import RequestTarget, Told
+from dovetail.runtime.http.decoding import ended_early
+from dovetail.runtime.http.errors import ApiError, of_failure
 from dovetail.runtime.http.orders import Order
-from dovetail.runtime.http.reply import Part, Reply, ShownToken
 from dovetail.runtime.http.resuming import StreamPlace, beyond, event_id
-from dovetail.runtime.text.tokenizer import TextCodec
+from dovetail.runtime.text.tokenizer import Detokenizer, TextCodec
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """A token that was sent: offset in the text, whether drafted, log-probability."""
+
+    token: int
+    text: str
+    offset: int
+    drafted: bool = False
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """The new part of a reply; `ended`: it is the last."""
+
+    text: str = ""
+    tokens: Sequence[ShownToken] = ()
+    ended: Result | None = None
+
+
+class Tokens:
+    """Holds tokens back until their text is shown, since a stop string may cut the text."""
+
+    def __init__(self, detokenizer: Detokenizer, offset: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._offset = self._length = offset
+        self._held: deque[tuple[ShownToken, int]] = deque()
+        """Each with the end of its text."""
+        self._open: list[ShownToken] = []
+        """The last tokens, which have no text yet: it may depend on the next ones."""
+
+    def push(
+        self,
+        tokens: Sequence[int],
+        drafted: Sequence[bool],
+        logprobs: Sequence[TokenLogprobs | None],
+    ) -> None:
+        for token, proposed, scores in zip(
+            tokens, drafted, logprobs or (None,) * len(tokens), strict=True
+        ):
+            text = self._detokenizer.push(token)
+            self._open.append(ShownToken(token, text, self._length, proposed, scores))
+            self._length += len(text)
+            if text:
+                self._held.extend((shown, self._length) for shown in self._open)
+                self._open = []
+
+    def shown(self, length: int) -> list[ShownToken]:
+        """Return the tokens completely within the first `length` characters of the reply."""
+        shown = []
+        while self._held and self._held[0][1] <= self._offset + length:
+            shown.append(self._held.popleft()[0])
+        return shown
+
+    def rest(self, length: int, *, cut: bool) -> list[ShownToken]:
+        """Return the last tokens of a reply; `cut`: a stop string cut the rest off."""
+        held, self._held, self._open = (
+            [*(shown for shown, _ in self._held), *self._open],
+            deque(),
+            [],
+        )
+        if not cut:
+            last = self._detokenizer.flush()
+            return [*held[:-1], replace(held[-1], text=held[-1].text + last)] if held else []
+        end = self._offset + length
+        return [
+            replace(shown, text=shown.text[: end - shown.offset])
+            for shown in held
+            if shown.offset < end
+        ]
+
+
+class Reply:
+    """One reply of an order."""
+
+    def __init__(self, order: Order, index: int, target: RequestTarget) -> None:
+        self.index = index
+        self.result: Result | None = None
+        self.completion_tokens = 0
+        self._order, self._target = order, target
+        self._submit = order.submits[index]
+        self._ends = (
+            self._submit.end if self._submit.end is not None else target.described.vocabulary.end
+        )
+        self._length = 0  # shown characters of the text, without the prompt
+        self._prompt = order.prompt(index)
+        self._scores: list[TokenLogprobs | None] = [None]
+        """Log-probabilities of the prompt, whose first token follows nothing."""
+        self._echoes = order.echoed
+        wanted = order.logprobs is not None or order.wishes.drafted
+        reads = target.text.detokenizer(self._submit.tokens or ()) if wanted else None
+        self._tokens = Tokens(reads, len(self._prompt)) if reads is not None else None
+
+    def hear(self, told: Told) -> Part | None:
+        """Return the new part, if any; raise the error of a reply that failed."""
+        match told:
+            case PromptScored():
+                self._scores += told.logprobs
+                return None
+            case Emitted():
+                return self._emitted(told)
+            case Failed():
+                raise of_failure(told)
+            case _:
+                if told.result.finish_reason in ("cancelled", "error"):
+                    raise ended_early()
+                return self._ended(told.result)
+
+    def _emitted(self, told: Emitted) -> Part | None:
+        self.completion_tokens += len(told.tokens)
+        self._length += len(told.text)
+        text, tokens = self._echo()
+        if self._tokens is not None:
+            self._tokens.push(told.tokens, told.drafted, told.logprobs)
+            tokens += self._tokens.shown(self._length)
+        text += told.text
+        return Part(text, tokens) if text or tokens else None
+
+    def _ended(self, result: Result) -> Part:
+        self.result, self.completion_tokens = result, result.completion_tokens
+        text, tokens = self._echo()
+        if self._tokens is not None:
+            cut = (
+                result.finish_reason == "stop"
+                and result.token_ids[-1:] != ()
+                and result.token_ids[-1] not in self._ends
+            )
+            tokens += self._tokens.rest(self._length, cut=cut)
+        return Part(text, tokens, result)
+
+    def _echo(self) -> tuple[str, list[ShownToken]]:
+        """Return the prompt, once, if it precedes the reply."""
+        if not self._echoes:
+            return "", []
+        self._echoes = False
+        if self._order.logprobs is None:
+            return self._prompt, []
+        prompt, text = self._submit.tokens or (), self._target.text
+        written = text.decode(prompt, special=True)
+        special = written.endswith(self._prompt)
+        begin = len(self._prompt) - len(written) if special else 0  # below 0: a BOS token before it
+        read = Tokens(text.detokenizer(special=special), begin)
+        read.push(prompt, (False,) * len(prompt), self._scores)
+        return self._prompt, [
+            shown
+            if shown.offset >= 0
+            else replace(shown, text=shown.text[-shown.offset :], offset=0)
+            for shown in read.rest(len(self._prompt), cut=False)
+        ]
+
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": no token yet\n"

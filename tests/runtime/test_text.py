@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import VocabularyFacts
-from dovetail.runtime.http.reply import Tokens
+from dovetail.runtime.http.replies import Tokens
 from dovetail.runtime.text.tokenizer import ReplyText, StopStrings, TextCodec, why_no_chats
 from support.scripted import tokenizer_bytes
 from support.spelt import detokenizer_of

@@ -9,8 +9,8 @@ from dovetail.launch.planning.acceptance import About
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration, parse_setting
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import MAX_GAMMA, TreeSettings
+from dovetail.protocol.settings.tree import POLICIES
 
 
 @dataclass(frozen=True)

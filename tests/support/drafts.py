@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.settings.tree import POLICIES
 from dovetail.protocol.spans import Spans
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.model import Drafter

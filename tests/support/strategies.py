@@ -13,8 +13,8 @@ from dovetail.protocol.arrays import ITEM_BYTES, Array
 from dovetail.protocol.calibration import ExpertCosts, RowsSeconds
 from dovetail.protocol.experts import MAX_EXPERTS, Routing
 from dovetail.protocol.messages import Message
-from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import Frozen
+from dovetail.protocol.settings.tree import POLICIES
 
 MOST = 5
 """Longest text and tuple drawn, where the bounds allow more."""

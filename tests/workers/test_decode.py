@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.noise import session_key
-from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.settings.tree import POLICIES
 from dovetail.runtime.client import Client
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.models.language_model import LanguageModel

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import TreeSettings
+from dovetail.protocol.settings.tree import POLICIES
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree
 from dovetail.workers.speculation.heterospec import Heterospec

@@ -19,7 +19,6 @@ from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.launch.training.run import TrainingOptions, train_head
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import Open
-from dovetail.protocol.policies import POLICIES, PolicyTraits
 from dovetail.protocol.settings import (
     DRAFT_KINDS,
     DraftSettings,
@@ -28,6 +27,7 @@ from dovetail.protocol.settings import (
     TargetSettings,
     TreeSettings,
 )
+from dovetail.protocol.settings.tree import POLICIES, PolicyTraits
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices import opening, registry

@@ -207,7 +207,7 @@ OPENERS: dict[str, Callable[[TreeSettings], Policy]] = {
     "goodput": lambda tree: BestFirst(),
     "heterospec": Heterospec,
 }
-"""Every policy of `protocol/policies.py`, with the function that makes it for a session."""
+"""Every policy of `protocol/settings/tree.py`, with the function that makes it for a session."""
 
 
 def open_policy(settings: TreeSettings) -> Policy:
