@@ -44,7 +44,7 @@ def test_without_another_model_the_draft_is_a_lookup(target: Path) -> None:
     assert found.settings.draft.kind == "ngram"
     assert said[1] == (
         "draft ngram (a look-up in the text): there is no head of the target and no smaller model; "
-        "--draft names another"
+        "change with --draft"
     )
 
 
