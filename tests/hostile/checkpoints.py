@@ -277,7 +277,7 @@ WEIGHTS = (
     Bad(
         "an index that is a list",
         lambda p: (index(p, {}), text(p, f"{FILE}.index.json", "[]")),
-        ("index.json holds no JSON object but []",),
+        ("index.json does not contain a JSON object, but []",),
     ),
     Bad(
         "an index into the folder above",
@@ -317,7 +317,7 @@ CONFIGURATIONS = (
     Bad(
         "config.json that is a list",
         lambda p: text(p, "config.json", "[]"),
-        ("config.json holds no JSON object but []",),
+        ("config.json does not contain a JSON object, but []",),
     ),
     Bad(
         "config.json nested 100,000 deep",

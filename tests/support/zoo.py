@@ -75,12 +75,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "doge": (
         "Doge",
         {},
-        "layer 0 .DogeDecoderLayer. .*attention with a mask of its own is not supported",
+        "layer 0 .DogeDecoderLayer. .*attention with its own mask is not supported",
     ),
     "stablelm with head norms": (
         "StableLm",
         {"qk_layernorm": True},
-        "layer 0 .*what the model is given does not reach its attention",
+        "layer 0 .*some of the model.s inputs do not reach its attention",
     ),
     "diffllama": ("DiffLlama", {}, "layer 0 .*computes 2 attentions|layer 0"),
 }

@@ -79,7 +79,7 @@ def test_rows_are_written_and_viewed_without_a_copy() -> None:
 
 @pytest.mark.parametrize("start", [1, 11])
 def test_committed_rows_and_the_end_cannot_be_overwritten(start: int) -> None:
-    with pytest.raises(ValueError, match="may be written"):
+    with pytest.raises(ValueError, match="the writable slots"):
         filled(2).write(0, torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), start)
 
 
@@ -157,7 +157,7 @@ def test_a_cache_that_is_resized_has_its_committed_rows_and_moves_only_where_it_
         cache.keep([capacity - 1], 0) if capacity > 11 else None
         with pytest.raises(ValueError, match="cannot commit"):
             cache.keep([capacity], 0)
-        with pytest.raises(ValueError, match="a capacity of 10 rows, where 11 are committed"):
+        with pytest.raises(ValueError, match="a capacity of 10 rows, but 11 are committed"):
             cache.resize(10)
 
 

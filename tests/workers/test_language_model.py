@@ -250,7 +250,7 @@ def test_a_family_that_is_not_described_is_left_to_the_library(
     monkeypatch.setattr(fused, "FAMILIES", {})
     model = load_language_model(str(llama_folder), weights="fp32", device="cpu")
     assert model.backend == "library"
-    assert "model type llama: none of the families" in model.choice
+    assert "model type llama: no family with that name" in model.choice
 
 
 @pytest.mark.parametrize("weights", ["fp32", "half", "int8"])

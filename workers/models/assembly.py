@@ -1,5 +1,5 @@
-"""Turns a skeleton into a model: its layers are read one by one, and taken over by a back end.
-Models that cannot be proved against transformers' own, and those whose code fails, are refused."""
+"""Turns a skeleton into a model: its layers are read one by one and passed to a back end. Models
+that cannot be proved against transformers' own, and those whose code fails, are refused."""
 
 import contextlib
 import gc
@@ -39,7 +39,7 @@ from dovetail.workers.progress import loading
 if TYPE_CHECKING:
     from dovetail.workers.models.parity.oracle import Oracle
 
-LAYERS_TRIED = 8  # layers on which a remedy is tried: kinds alternate in cycles to six
+LAYERS_TRIED = 8  # layers for testing a remedy: kinds alternate in cycles of up to six
 
 
 class TriedError(UnsupportedError):
@@ -101,7 +101,7 @@ def assemble(
     choice: str,
     open_back_end: Callable[[Any], BackEnd],
 ) -> LanguageModel:
-    """Read layer after layer, each handed to the back end before the next, then the rest."""
+    """Read the layers one by one, passing each to the back end before the next, then the rest."""
     model = skeleton.model
     types = Types(None, None, blocks=weights in BLOCK_WEIGHTS)
     name, layers = decoder_layers(model)
@@ -148,7 +148,7 @@ def against_kernels(wanted: Wanted) -> str:
 
 
 def for_library(wanted: Wanted) -> str:
-    """Return why the library computes what the kernels could; empty if it does not."""
+    """Return why the library computes a model that the kernels could; empty if it does not."""
     if (
         wanted.asked == "bf16"
         and wanted.backend == "auto"

@@ -1,6 +1,6 @@
 """Attention over cache slots by torch, registered with transformers as "dovetail", for rows of
 several sessions side by side. transformers builds no mask for an implementation without one in its
-AttentionMaskInterface. What is prepared for a pass costs work for its rows and paths only."""
+AttentionMaskInterface. Preparing a pass costs work only for its rows and paths."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,18 +38,19 @@ Reach = tuple[int | None, int]  # the window of a row, or None, and the size of 
 
 
 class Masks:
-    """Masks to add to scores, kept from pass to pass: zero but for a few columns."""
+    """Masks to add to scores, zero except for a few columns, reused from pass to pass."""
 
     def __init__(self, *, groups: int, device: torch.device, dtype: torch.dtype) -> None:
         self.groups = groups
         self._device, self._dtype = device, dtype
         self._kept: dict[tuple[int, Reach], tuple[Tensor, list[slice]]] = {}
-        """For each place in a pass and reach: a mask and its columns that are not zero."""
+        """For each place in a pass and reach: a mask and its non-zero columns."""
 
     def make(
         self, place: int, reach: Reach, slots: int, parts: Sequence[tuple[int, Tensor]]
     ) -> Tensor:
-        """Return [groups * count, slots], zero but for `parts`: first column and its [count, K]."""
+        """Return [groups * count, slots], zero except for `parts`: first column and its [count,
+        K]."""
         rows = self.groups * parts[0][1].shape[0]
         kept, written = self._kept.get((place, reach), (None, []))
         if kept is None or kept.shape[0] < rows or kept.shape[1] < slots:
@@ -67,7 +68,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class Block:
-    """A segment in a pass, with the masks of the windows that layers ask for."""
+    """A segment in a pass, with the masks of the layers' windows."""
 
     segment: Segment
     place: int
@@ -107,7 +108,7 @@ class Block:
         ).unsqueeze(0)
 
     def _tail(self, prefix: int, stop: int) -> Tensor:
-        """[count, stop - prefix] of 0 and -inf: what the rows see after the prefix."""
+        """[count, stop - prefix] of 0 and -inf: the slots after the prefix that rows see."""
         count, paths = self.segment.count, self.segment.paths
         tail = torch.full((count, stop - prefix), float("-inf"))
         if paths is None:
@@ -210,13 +211,13 @@ def attend(
     if blocks is None and (handed := _handed.get()) is not None:
         blocks, notes = handed
     if blocks is None:
-        raise ValueError("what the model is given does not reach its attention")
+        raise ValueError("some of the model's inputs do not reach its attention")
     if strange := sorted(
         name for name, value in others.items() if value is not None and name not in HARMLESS
     ):
         raise ValueError(f"attention with {KNOWN.get(strange[0], strange[0])} is not supported")
     if attention_mask is not None:
-        raise ValueError("attention with a mask of its own is not supported")
+        raise ValueError("attention with its own mask is not supported")
     if dropout or is_causal is False:
         raise ValueError(f"attention with dropout or is_causal = {is_causal} is not supported")
     beat()

@@ -18,11 +18,12 @@ HALF = torch.float16
 """Type of 16-bit keys and values: three bits more than bfloat16, clamped to 65504."""
 
 CACHE_NAMES = {torch.float32: "fp32", torch.float16: "half", torch.bfloat16: "half"}
-"""The types of keys and values as the setting target.cache calls them."""
+"""The types of keys and values by their names in the setting target.cache."""
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values in a cache's type as the kernels round: to nearest even, clamped."""
+    """Return keys or values in a cache's type, rounded like the kernels: to nearest even,
+    clamped."""
     if dtype != HALF or numbers.dtype == HALF:
         return numbers.to(dtype)
     largest = torch.finfo(HALF).max
@@ -99,7 +100,7 @@ class SlotCache(ABC):
 
     def resize(self, capacity: int) -> None:
         if capacity < self.length:
-            raise ValueError(f"a capacity of {capacity} rows, where {self.length} are committed")
+            raise ValueError(f"a capacity of {capacity} rows, but {self.length} are committed")
         if not capacity <= self.row_slots <= SLACK * capacity:
             self._grow(capacity)
         self.capacity = capacity
@@ -156,8 +157,8 @@ class KVCache(SlotCache):
         stop = start + key.shape[1]
         if not self.length <= start <= stop <= self.capacity:
             raise ValueError(
-                f"slots {start}..{stop - 1} lie outside {self.length}..{self.capacity - 1}, "
-                "the slots that may be written"
+                f"slots {start}..{stop - 1} are outside {self.length}..{self.capacity - 1}, the "
+                "writable slots"
             )
         for own, given in zip(self.of_layer(layer), (key, value), strict=False):
             own[:, start:stop] = rounded(given, own.dtype).to(own.device)

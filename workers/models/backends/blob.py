@@ -1,5 +1,5 @@
 """A layer's matrices in one contiguous memory in the kernels' layout, to copy to a device at once.
-The CPU kernels read it as it is; `unpack` lays a matrix out for torch."""
+The CPU kernels read it directly; `unpack` lays a matrix out for torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import memmove
@@ -22,7 +22,7 @@ PARTS = {
     "input_gate": ("own_input", "gate"),
     "input_projection": ("own_input", "projection"),
 }
-"""Other matrices, by the part of a plan that has them, and by their names in it."""
+"""Other matrices, by their part of a plan and their names in it."""
 BY_HEAD = ("key_up", "value_up")  # the matrices of the heads of attention over latents
 ROUTER, SHARED_GATE, EXPERTS = "router", "shared_gate", ("gate_up", "down")
 AROUND = {"before_experts": "before", "behind_experts": "behind"}
@@ -128,12 +128,12 @@ def _lists(owner: Any, parts: Sequence[str], matrices: Mapping[str, PackedMatrix
 
 
 def alone(matrix: PackedMatrix) -> tuple[Lying, Tensor]:
-    """Return a matrix as if it were alone in a blob: its place, and its bytes, uint8 on the CPU."""
+    """Return a matrix as the only one of a blob: its place, and its bytes, uint8 on the CPU."""
     return Lying.of(matrix), torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
 
 
 def gather(plan: LayerPlan, *, experts: bool = True) -> Blob:
-    """The matrices of a layer, copied into one fresh memory; `experts`: those of experts too."""
+    """The matrices of a layer, copied into new memory; `experts`: including those of experts."""
     matrices: dict[str, Lying] = {}
     end, own = 0, named(plan, experts=experts)
     for name, matrix in own.items():

@@ -16,8 +16,8 @@ from dovetail.workers.models.recurrent import RecurrentStates
 from dovetail.workers.models.segment import Segment
 
 LEAST_SHARED = 128  # fewer rows are copied: sharing rows moves the session's other rows
-SHARED_ANEW = 2  # shared rows are moved together again once they are this many times more
-MOST_ROOM = 1024  # most rows that a cache has beyond those asked for: some turns of a conversation
+SHARED_ANEW = 2  # shared rows are moved together again when they have grown by this factor
+MOST_ROOM = 1024  # most rows of a cache beyond the requested ones: some turns of a conversation
 
 
 def with_room(capacity: int) -> int:
@@ -42,7 +42,7 @@ def give_rows(keys: Tensor, values: Tensor, length: int) -> None:
 class BlockedCache(SlotCache):
     """A session's keys and values for the kernels: keys of sixteen slots side by side."""
 
-    shared: SharedRows | None = None  # the first rows, shared with other sessions; own come after
+    shared: SharedRows | None = None  # the first rows, shared with other sessions; own rows follow
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class BlockedCache(SlotCache):
         )
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
-        if self.length < self.first:  # a window moves over rows that others have, too
+        if self.length < self.first:  # a window moves over rows that other sessions share
             self._begin_with(None, max(slots, default=-1) + 1, self.capacity)
         super().keep(slots, committed)
 
@@ -89,8 +89,8 @@ class BlockedCache(SlotCache):
         self._begin_with(self.shared, self.length, capacity)
 
     def branch(self, length: int, *, used: int = 0) -> "BlockedCache":
-        """Return a cache with the first `length` committed rows; many rows are shared instead of
-        copied, after both caches' have moved once."""
+        """Return a cache with the first `length` committed rows. Many rows are shared instead of
+        copied; for this, those of both caches move once."""
         self.check_length(length)
         rows = length // LANES * LANES
         if rows >= LEAST_SHARED and rows > SHARED_ANEW * self.first:
@@ -107,7 +107,8 @@ class BlockedCache(SlotCache):
         return replace(self.shared, rows=min(length // LANES * LANES, self.shared.rows))
 
     def _begin_with(self, shared: SharedRows | None, length: int, capacity: int) -> None:
-        """Begin with these shared rows; the others of the first `length` move to own memory."""
+        """Begin with these shared rows; the rest of the first `length` move to the cache's own
+        memory."""
         first = 0 if shared is None else shared.rows
         self.keys, self.values = self._copy(first, length, with_room(capacity))
         self.shared = shared
@@ -131,7 +132,8 @@ class BlockedCache(SlotCache):
     def _stretches(
         self, start: int, stop: int
     ) -> Iterator[tuple[int, int, list[tuple[Tensor, Tensor]]]]:
-        """Yield where slots `start` to `stop` - 1 lie: first, end, and views from the first on."""
+        """Yield the locations of slots `start` to `stop` - 1: first, end, and views from the first
+        on."""
         if self.shared is not None and start < min(stop, self.first):
             yield (
                 start,
@@ -149,7 +151,7 @@ class BlockedCache(SlotCache):
 
     @property
     def first(self) -> int:
-        """The slot that the cache's own memory begins with."""
+        """The first slot of the cache's own memory."""
         return 0 if self.shared is None else self.shared.rows
 
     @property
@@ -280,7 +282,9 @@ class CacheLayout:
     """Assigns places to layers, one after the other."""
 
     def __init__(self) -> None:
-        self.plans: list[LayerPlan] = []  # the layers in their places, but those that read others'
+        self.plans: list[
+            LayerPlan
+        ] = []  # the layers in their places, except those that read others' keys
         self._places: dict[int, LayerPlan] = {}  # by the number of a layer in its model
 
     def take(self, plan: LayerPlan) -> LayerPlan:

@@ -30,11 +30,12 @@ from dovetail.workers.models.checkpoints.tables import (
 from dovetail.workers.models.families.description import Family, Norms, TokenInputs
 from dovetail.workers.models.parity.following import UnsupportedError
 
-PROVED_ROWS = 8  # rows by which the packed projection is compared with the checkpoint's
+PROVED_ROWS = 8  # rows for comparing the packed projection with the checkpoint's
 
 
 def share_table(model: Any, head: nn.Linear, matrix: PackedMatrix) -> None:
-    """Look tokens up in the packed head if it is their table; `UnsupportedError` if it differs."""
+    """Look tokens up in the packed head if it is also their table; `UnsupportedError` if it
+    differs."""
     table = model.get_input_embeddings()
     held: nn.Module
     if isinstance(table, BlockEmbedding):
@@ -52,7 +53,7 @@ def share_table(model: Any, head: nn.Linear, matrix: PackedMatrix) -> None:
 
 
 def widen_embeddings(model: Any) -> None:
-    """Have all embeddings return float32, in place; unknown kinds are converted as a whole."""
+    """Make all embeddings return float32, in place; unknown kinds are converted as a whole."""
     for name, module in list(model.named_modules()):
         if isinstance(module, BlockEmbedding):
             module.hold()
@@ -98,12 +99,12 @@ class OwnInputs:
         return whole.contiguous()
 
     def finish(self) -> None:
-        """Stop the model's own forward from computing them: layers are given these."""
+        """Stop the model's own forward from computing them: layers get these."""
         setattr(self._base, self._said.width, 0)
 
 
 def inputs_of(model: Any, family: Family, kind: Kind) -> OwnInputs | None:
-    """Return what computes the layers' separate inputs; None if they have none."""
+    """Return an object that computes the layers' separate inputs; None if they have none."""
     said = family.inputs
     if said is None or not getattr(model.config, said.width, 0):
         return None

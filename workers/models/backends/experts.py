@@ -1,6 +1,6 @@
 """The experts of a transformers layer, packed and proved. One expert is compared with the plain
-formula in fp32; the formula then computes with packed matrices in their place, so that no layer is
-in memory twice. Rows whose choice is nearly a tie are only compared in parts."""
+formula in fp32; the formula then replaces them with packed matrices, so that no layer is in memory
+twice. Rows whose choice is nearly a tie are only compared in parts."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -38,13 +38,13 @@ ROWS = 4  # rows on which transformers' experts are compared with the formula
 TOLERANCE = 1e-4
 TIE, ROUNDED_TIE = 1e-4, 2e-2
 """Margin of a choice that rounding cannot change; larger where inputs are rounded to integers."""
-LEAST_SETTLED = 0.25  # the least share of rows that have to be that far from a tie
+LEAST_SETTLED = 0.25  # the minimum share of rows with this margin
 
 Expert = Callable[[int, Tensor], Tensor]  # computes one expert, by its index, for rows
 
 
 class ExpertParts:
-    """The experts of a layer, whose weights lie in transformers' part until they are packed."""
+    """The experts of a layer; their weights are in transformers' part until they are packed."""
 
     def __init__(self, layer: nn.Module, said: Experts) -> None:
         self.said, self.layer = said, layer
@@ -71,7 +71,7 @@ class ExpertParts:
         return found
 
     def stored(self, name: str, index: int) -> Tensor:
-        """Return the matrix of an expert as transformers has it; it is read now if it was not."""
+        """Return the matrix of an expert in transformers' form; it is read now if necessary."""
         if (unread := unread_of(self.module, name)) is not None:
             return unread.numbers(index)
         stack: Tensor = getattr(self.module, name)
@@ -210,7 +210,7 @@ def part_of(layer: nn.Module, name: str) -> nn.Module:
 
 
 def _exactly(weight: Tensor, bias: Tensor | None = None) -> PackedMatrix:
-    """A matrix in fp32, whatever the type of the others."""
+    """A matrix that is always in fp32."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.float(), requires_grad=False)
     if bias is not None:
@@ -229,7 +229,7 @@ def mixture(x: Tensor, ids: Tensor, weights: Tensor, expert: Expert) -> Tensor:
 
 
 class ExpertProof(nn.Module):
-    """Replaces transformers' experts; to be made before their weights are packed."""
+    """Replaces transformers' experts; must be made before their weights are packed."""
 
     def __init__(self, parts: ExpertParts, what: str) -> None:
         """`what`: the layer's name in errors."""
@@ -299,7 +299,7 @@ class ExpertProof(nn.Module):
         return y
 
     def _check_formula(self, parts: ExpertParts) -> None:
-        """`UnsupportedError` where transformers computes more of an expert than the formula."""
+        """`UnsupportedError` if transformers computes more for an expert than the formula."""
         (gate_up, first), (down, second) = (
             (parts.matrix(name, parts.count - 1).float(), 0.0 if biases is None else biases[-1])
             for name in parts.said.stacks
@@ -316,11 +316,11 @@ class ExpertProof(nn.Module):
             expected = self._run(_alone(parts), x, ids, weights)
             found = mixture(x, ids, weights, expert)
         if not float((found - expected).norm()) <= TOLERANCE * float(expected.norm()):
-            raise UnsupportedError(f"experts of {self._what} are other MLPs in transformers")
+            raise UnsupportedError(f"experts of {self._what} are different MLPs in transformers")
 
 
 class ScaledExpertProof(ExpertProof):
-    """Stands in for experts that get all rows once each, times the weight or 0."""
+    """Replaces experts that each get all rows, times the weight or 0."""
 
     def listen(self, router: nn.Module) -> None:
         """Convert the output of transformers' router to weights of rows, [rows, experts]."""

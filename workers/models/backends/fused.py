@@ -1,8 +1,8 @@
 """The kernels back end: each decoder layer becomes one call of the C++ kernels, and so do the final
 norm and the head. Layers follow their family's description; every layer is compared with
-transformers' own at positions from all over the context. A model with a layer that differs, or
-without a description, is computed by the library. A token's bytes do not depend on the other rows
-of a pass."""
+transformers' own at positions across the context. A model with a layer that differs, or without a
+description, is computed by the library. A token's bytes do not depend on the other rows of a
+pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -89,7 +89,7 @@ class Kernels:
         kernels.set_threads(torch.get_num_threads())
         family = FAMILIES.get(model.config.model_type)
         if family is None:
-            raise UnsupportedError("none of the families that are described here has that name")
+            raise UnsupportedError("no family with that name is described here")
         self._family = family
         self._inputs = inputs_of(model, family, kind)
         self._heard: dict[int, Tensor] = {}  # the keys that each layer attends to in its proof
@@ -144,7 +144,7 @@ class Kernels:
         return nn.Identity()
 
     def _lacking(self, spec: LayerSpec) -> str:
-        """Return the parts of a layer that this back end lacks; empty if it has all."""
+        """Return the parts of a layer that this back end lacks; empty if there are none."""
         return ""
 
     def _pack_experts(
@@ -200,7 +200,7 @@ class Kernels:
             self._inputs.finish()
         self._straight = self._nothing_else()
         self.direct = self._straight and self._inputs is None
-        """True if logits are computed by embedding, layers, norm and head, and nothing else."""
+        """True if only embedding, layers, norm and head compute the logits."""
         if self._cache != torch.float32:
             self._prove_cache()
 
@@ -208,7 +208,7 @@ class Kernels:
         return Loop(layers, self._said, self._oracle.tuples)
 
     def _prove_end(self, norm: KernelNorm, head: nn.Linear, matrix: PackedMatrix) -> None:
-        """`UnsupportedError` where the final norm or the packed head is not transformers'."""
+        """`UnsupportedError` if the final norm or the packed head differs from transformers'."""
         states, product = self._finally(norm), Product("head", [head])
         product.use(matrix)
         product(states)
@@ -221,7 +221,7 @@ class Kernels:
 
     @torch.inference_mode()
     def _prove_cache(self) -> None:
-        """`CheckpointError` where keys and values in 16 bits move logits by more than rounding."""
+        """`CheckpointError` if keys and values in 16 bits change logits by more than rounding."""
         by_type = map(self._rows_over, (torch.float32, self._cache))
         exact, found = (self._pass(*rows) for rows in by_type)
         prove_cache(exact, found, self._layers_kind)
@@ -231,10 +231,10 @@ class Kernels:
         return self._kind
 
     def _finally(self, norm: KernelNorm) -> Tensor:
-        """The final states [T, hidden] of the oracle, which this norm has to reproduce."""
+        """The final states [T, hidden] of the oracle, which this norm must reproduce."""
         expected = self._oracle.final
         if expected is None:
-            raise UnsupportedError("transformers' own forward fails behind the last layer")
+            raise UnsupportedError("transformers' own forward fails after the last layer")
         found, what = norm(self._oracle.last[0]), "the final norm differs"
         self._oracle.compare(UnsupportedError, what, expected, found, LAYER_TOLERANCE)
         return expected.contiguous()
@@ -326,7 +326,8 @@ class Kernels:
 
     @torch.inference_mode()
     def _nothing_else(self) -> bool:
-        """Return whether the direct way gives transformers' bytes: not with embedded positions."""
+        """Return whether the direct way gives transformers' bytes, as it does without embedded
+        positions."""
         asked, seen = self._rows_over(self._cache)
         if self._inputs is not None:
             seen.use_inputs(self._inputs(asked.tokens))

@@ -144,7 +144,7 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
 
 
 class NoAngles(nn.Module):
-    """Stands in for transformers' rotary embedding: the kernels have a table of all angles."""
+    """Replaces transformers' rotary embedding: the kernels have a table of all angles."""
 
     def forward(self, *unused: Any, **also_unused: Any) -> None:
         """Compute nothing."""
@@ -201,7 +201,7 @@ def scan_of(layer: nn.Module, said: StateMixer) -> ScanPlan:
     """Return the mixer of a layer without its matrices."""
     weight, bias = tensor_of(layer, f"{said.conv}.weight").float(), None
     if weight.ndim != 3 or weight.shape[1] != 1:
-        raise UnsupportedError(f"{said.conv} of {type(layer).__name__} is no convolution by itself")
+        raise UnsupportedError(f"{said.conv} of {type(layer).__name__} is not a convolution")
     weight = weight[:, 0]
     if getattr(part_of(layer, said.conv), "bias", None) is not None:
         bias = tensor_of(layer, f"{said.conv}.bias").float()
@@ -265,9 +265,9 @@ class LayerParts:
         self.sinks: Tensor | None = None  # float32 [heads]: scores without a value
         self.value_norm: Norm | None = None
         self.unit_norms: dict[str, Norm] = {}  # the norms of queries and keys that have no weights
-        self.scalar = 1.0  # the factor of what the layer gives
+        self.scalar = 1.0  # the factor of the layer's output
         self.numbers = (0.0, 0.0)  # the numbers of the activation
-        self.scan: ScanPlan | None = None  # the mixer with a state in or next to attention's place
+        self.scan: ScanPlan | None = None  # the mixer with a state, instead of or next to attention
         self.activation = Activation.SILU_GATED
         self.linears: dict[str, list[nn.Linear]] = {}
         """The linears of each matrix, concatenated by outputs."""
@@ -526,7 +526,7 @@ def _beside(
     if said is None:
         return None
     if norm is None:
-        raise UnsupportedError("a mixer beside attention reads what a norm gives")
+        raise UnsupportedError("a mixer next to attention must read a norm's output")
     given, output = (matrices[f"{BESIDE}{name}"] for name in ("qkv", "output"))
     return BesidePlan(
         _times(norm, said.given_factor), given, output, said.factor, said.attention_factor
@@ -534,8 +534,8 @@ def _beside(
 
 
 def why_not_coded_apart(spec: LayerSpec) -> str:
-    """Return which part of a layer rules out sharing a GPU with a copy in few bits; empty if
-    none."""
+    """Return the part of a layer that rules out sharing a GPU with a copy in few bits; else
+    empty."""
     mixer = spec.attention
     if spec.state is not None:
         return "states"
@@ -557,4 +557,4 @@ def final_norm(base: Any) -> tuple[str, nn.Module]:
     for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm", "norm_f"):
         if hasattr(base, name):
             return name, getattr(base, name)
-    raise UnsupportedError(f"{type(base).__name__} has no final norm that is known")
+    raise UnsupportedError(f"{type(base).__name__} has no known final norm")

@@ -1,6 +1,6 @@
 """The library back end: transformers' modules, with linears laid out for torch on a CPU, and
-attention by torch over our cache. A token's logits depend on the other rows of a pass, by rounding
-only."""
+attention by torch over our cache. A token's logits depend on the other rows of a pass only by
+rounding."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from dovetail.workers.models.timing import Part, timing_modules
 if TYPE_CHECKING:
     from dovetail.workers.models.parity.oracle import Oracle
 
-LAYER_TOLERANCE = 2e-4  # the tolerance of what a layer adds, in fp32; rounding gives 1e-6
+LAYER_TOLERANCE = 2e-4  # the tolerance of a layer's update, in fp32; rounding gives 1e-6
 
 
 def transformers_pass(model: Any, asked: ModelPass, **given: Any) -> Tensor:
@@ -48,7 +48,7 @@ def transformers_pass(model: Any, asked: ModelPass, **given: Any) -> Tensor:
 
 
 class Library:
-    """Takes over the layers of a model one by one, then the rest of it. A `BackEnd`."""
+    """Takes over the layers of a model one by one, then the rest. A `BackEnd`."""
 
     backend = "library"
     prompt_rows = PROMPT_ROWS
@@ -70,7 +70,7 @@ class Library:
         self._selection, self._device, self._dtype = selection, device, dtype
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
-        """Return the layer to compute with; its linears are packed, and the originals dropped."""
+        """Return the layer for computing; its linears are packed, and the originals dropped."""
         self.prove(layer, index)
         self._pack(layer)
         if self._selection is not None:
@@ -87,7 +87,7 @@ class Library:
         )
         self._noted.append(noted)
         if noted.shape != self._noted[0].shape:
-            raise UnprovableError(f"{what} has other heads than the layers before it")
+            raise UnprovableError(f"the heads of {what} differ from those of earlier layers")
         if noted.value_dim != noted.head_dim:
             raise UnprovableError(f"{what} has values of another width than keys")
 
@@ -166,9 +166,9 @@ def prove_layer(oracle: "Oracle", layer: nn.Module, index: int) -> Noted:
     if not notes:
         raise UnprovableError(f"{what} computes attention by itself, which token trees replace")
     if len(notes) != 1:
-        raise UnprovableError(f"{what} computes {len(notes)} attentions, where one is supported")
+        raise UnprovableError(f"{what} computes {len(notes)} attentions, but only one is supported")
     oracle.check_window(index, notes[0].window)
-    ours = f"{what} with attention of our own differs"
+    ours = f"{what} with our attention differs"
     oracle.compare(UnprovableError, ours, expected, found, LAYER_TOLERANCE, states=states)
     return notes[0]
 
@@ -207,7 +207,7 @@ def prove_whole(model: Any, back_end: Library, context: int, tolerance: float) -
     )  # a padding token may have none
     if wrong := (~(shares <= tolerance)).nonzero().flatten().tolist():
         raise UnprovableError(
-            "the model with attention of our own differs from transformers' at position "
+            "the model with our attention differs from transformers' at position "
             f"{wrong[0]} by {float(shares[wrong[0]]):.1e} of its logits"
         )
 

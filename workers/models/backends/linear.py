@@ -1,6 +1,6 @@
 """Linears of the library back end. Each candidate lays out a weight and multiplies fp32 rows with
-it; those that work are found by comparison with torch's own linear, then a measurement of a second
-or two for each shape and class of rows chooses, which is cached."""
+it; comparison with torch's own linear finds those that work, then a measurement of a second or two
+chooses one for each shape and class of rows, which is cached."""
 
 import platform
 import time
@@ -30,7 +30,8 @@ Product = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out], both fp32
 
 LEAST_ROWS = 4  # fewer rows are padded: oneDNN is slower for 1 to 3 (7B, Zen 4: 54 ms, 40 ms)
 BATCH_HINT = 16
-"""Rows that a layout is made for: 4 to 64 are alike for oneDNN, 1 is slow; MKL takes one number."""
+"""Rows for which a layout is made: 4 to 64 are alike for oneDNN, 1 is slow; MKL takes one
+number."""
 EXACT, HALF_ROUNDED, TENSOR_ROUNDED = 1e-5, 2e-2, 5e-2
 """Largest accepted difference to torch's linear: fp32 gives 1e-6, bf16 rows 5e-3, int8 1e-2."""
 
@@ -137,7 +138,7 @@ CANDIDATES = {
         Candidate("torch-int8", torch.float32, TENSOR_ROUNDED, 1, _int8_per_tensor),
     ),
 }
-"""The candidates for weights of each type, the one to prefer where nothing is measured first."""
+"""The candidates for weights of each type; without measurements the first is used."""
 
 
 def reason_against(candidate: Candidate) -> str:
@@ -168,7 +169,7 @@ def _disagreement(candidate: Candidate, weight: Tensor, bias: Tensor | None, x: 
 
 
 class PackedLinear(nn.Module):
-    """A linear whose weight exists in its candidates' layouts only, one for each class of rows."""
+    """A linear whose weight exists only in its candidates' layouts, one for each class of rows."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, ways: Sequence[tuple[int, Candidate]]
@@ -234,7 +235,7 @@ class Selection:
 
 
 def select(shapes: Sequence[Shape], *, weights: str, profile: Path | None) -> Selection:
-    """Return what computes linears of these shapes; `weights`: a key of CANDIDATES."""
+    """Return the choices for linears of these shapes; `weights`: a key of CANDIDATES."""
     refused = {
         candidate.name: reason
         for candidate in CANDIDATES[weights]
@@ -280,8 +281,8 @@ def select(shapes: Sequence[Shape], *, weights: str, profile: Path | None) -> Se
                 shape, affordable, BUDGET_S / len(wanted), second_layouts=second_layouts
             )
         ]
-        # of two workers that measure at the same time the first one's choices hold: they are part
-        # of the fingerprint
+        # if two workers measure at the same time, the first one's choices apply: they are part of
+        # the fingerprint
         known = (
             known.with_linears(found)
             if profile is None

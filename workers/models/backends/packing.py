@@ -36,19 +36,19 @@ DTYPES = {
     Kind.BF16: torch.bfloat16,
     Kind.INT8: torch.float32,
 }
-"""The types that a matrix of each kind is packed from."""
+"""The types from which a matrix of each kind is packed."""
 EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
-"""The kind that holds weights of a type as they are."""
+"""The kind that stores weights of a type unchanged."""
 BLOCK_KINDS = (Kind.BLOCKS, Kind.EXACT_BLOCKS)
-ROUNDING = (Kind.INT8, Kind.BLOCKS)  # kinds that round the rows they are multiplied with
+ROUNDING = (Kind.INT8, Kind.BLOCKS)  # kinds that round the rows by which they are multiplied
 Q8_0 = 8
-SAMPLED = 4  # rows of a matrix that are compared with the checkpoint's
+SAMPLED = 4  # rows of a matrix compared with the checkpoint's
 PRODUCT_TOLERANCE = {**dict.fromkeys(Kind, 1e-4), Kind.INT8: 0.1}
 """Largest difference of a product by packed weights to one by the checkpoint's (`product_of`)."""
 
 
 def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-    """Pack linears with the same inputs as one matrix; those without blocks as they are."""
+    """Pack linears with the same inputs as one matrix; those without blocks are unchanged."""
     biases = [linear.bias for linear in linears]
     bias = None
     if any(b is not None for b in biases):
@@ -64,7 +64,7 @@ def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
             blocks = block_matrix(kind, contents, bias)
             pack_contents(blocks, contents)
             return blocks
-        types = {part.weight.dtype for part in linears}  # the kind that holds all as they are
+        types = {part.weight.dtype for part in linears}  # the kind that stores all unchanged
         kind = EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
     matrix = PackedMatrix(
         kind, sum(part.out_features for part in linears), linears[0].in_features, bias=bias
@@ -153,7 +153,7 @@ def pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
 
 
 def sampled_rows(outputs: int) -> Tensor:
-    """Return the rows of a matrix, of this many, that are compared with the checkpoint's."""
+    """Return which of this many rows of a matrix are compared with the checkpoint's."""
     return torch.linspace(0, outputs - 1, min(SAMPLED, outputs)).long()
 
 
@@ -183,11 +183,11 @@ def _check_row(name: str, matrix: PackedMatrix, index: int, expected: Tensor) ->
 
 
 class CoarseError(UnsupportedError):
-    """A type of weights rounds the numbers of a model too far."""
+    """A type of weights is too coarse for the numbers of a model."""
 
 
 def compare_product(name: str, matrix: PackedMatrix, found: Tensor, expected: Tensor) -> None:
-    """`UnsupportedError` where rows by packed weights are far from those by the checkpoint's."""
+    """`UnsupportedError` if rows by packed weights are far from those by the checkpoint's."""
     share = float((found - expected).norm() / (expected.norm() + 1e-20))
     most = PRODUCT_TOLERANCE[Kind(matrix.kind)]
     if matrix.kind is Kind.INT8 and most < share < 1:
@@ -255,7 +255,7 @@ class FusedLayers(nn.Module):
 
 
 class Loop(nn.Module):
-    """All layers in the place of the first in transformers' loop, with its attributes."""
+    """All layers, in place of the first one in transformers' loop, with its attributes."""
 
     def __init__(self, layers: nn.Module, said: Mapping[str, Any], tuples: int) -> None:
         """`said`: the plain attributes of the first layer; `tuples`: as an oracle has them."""

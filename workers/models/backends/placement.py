@@ -1,5 +1,5 @@
 """Places each layer and its weights: on the CPU, resident on a device, or streamed through one.
-Functions of sizes alone, without torch; the planner decides which placement is the fastest."""
+Functions only of sizes, without torch; the planner decides which placement is fastest."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +22,7 @@ from dovetail.workers.models.checkpoints.footprint import (
 )
 
 BUFFERS = 2  # buffers of streamed layers: one is computed from while the next is filled
-TREES_AHEAD = 8  # trees that a draft in its target's cache has rows for (`drafters/tree.py`)
+TREES_AHEAD = 8  # trees for which a draft in its target's cache has rows (`drafters/tree.py`)
 LEVEL_ROWS, LEVEL_LOGITS = 64, 4  # rows of the largest captured pass, and copies of its logits
 
 
@@ -38,7 +38,7 @@ class Place(Enum):
 class Demand:
     """The requested placement; None: as many layers as fit."""
 
-    device: str = "cpu"  # the device that computes the layers; the CPU may stand for a GPU
+    device: str = "cpu"  # the device that computes the layers; the CPU may take the place of a GPU
     computed: int | None = None  # number of the last layers, which the device computes
     resident: int | None = None  # layers of these that stay on the device
     streams: bool = True  # without `computed`: True streams the rest, False leaves it to the CPU
@@ -74,7 +74,7 @@ class Placement:
 
     @property
     def buffers(self) -> int:
-        """Buffers that streamed layers pass through."""
+        """The number of buffers for streamed layers."""
         return min(BUFFERS, self.streamed)
 
     def __str__(self) -> str:
@@ -94,8 +94,8 @@ class Placement:
 
 
 def place_layers(sizes: Sizes, demand: Demand) -> Placement:
-    """Return the placement asked for, or as many layers on the device as fit; `SettingsError` if
-    they do not."""
+    """Return the requested placement, or as many layers on the device as fit; `SettingsError` if
+    they do not fit."""
     if demand.host_experts:
         if not sizes.experts:
             raise SettingsError(
@@ -151,10 +151,9 @@ def _on_host(sizes: Sizes, computed: int, resident: int, limit: int | None) -> i
     host = host_footprint(sizes, computed, resident).model
     if limit is not None and host > limit:
         raise SettingsError(
-            f"{sizes.layers - resident} layers, the embedding and a pass take {_gb(host)} of "
-            f"the host's memory, and memory.ram is {_gb(limit)}: "
-            "keep more of them on a device (target.resident), take smaller weights "
-            "(target.weights), or raise memory.ram"
+            f"{sizes.layers - resident} layers, the embedding and a pass take {_gb(host)} of the "
+            f"host's memory, and memory.ram is {_gb(limit)}: keep more of them on a device "
+            "(target.resident), use smaller weights (target.weights), or raise memory.ram"
         )
     return host
 
@@ -175,7 +174,7 @@ def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda
 
 
 def _with_codes(sizes: Sizes, demand: Demand, computed: int, resident: int) -> int:
-    """Return what the device needs, the codes of layers that it does not keep included."""
+    """Return the device's memory, including the codes of layers that it does not keep."""
     codes = (computed - resident) * demand.codes
     return needed_bytes(sizes, computed, resident, demand.device) + codes
 
@@ -204,7 +203,7 @@ def coded_bytes(sizes: Sizes, weights: str, bits: int, resident: int = 0) -> int
 
 
 def draft_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
-    """Return what a draft needs of a device: weights, caches, a pass, graphs."""
+    """Return a draft's memory on a device: weights, caches, a pass, graphs."""
     return (
         sizes.layers * (sizes.layer + cache_bytes(sizes))
         + sizes.embedding
@@ -215,13 +214,13 @@ def draft_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
 
 
 def substitute_bytes(sizes: Sizes, bits: int, device: str = "cuda:0") -> int:
-    """Return what a substitute needs in its own process; `sizes`: of the target in 16 bits."""
+    """Return a substitute's memory in its own process; `sizes`: of the target in 16 bits."""
     codes = coded_bytes(sizes, "half", bits) - level_bytes(sizes)
     return draft_bytes(sizes, device) - sizes.layers * sizes.layer + codes
 
 
 def reader_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
-    """Return what a device needs to read prompts for the CPU: buffers, a layer's keys, a pass."""
+    """Return a device's memory for reading prompts for the CPU: buffers, a layer's keys, a pass."""
     return (
         min(BUFFERS, sizes.layers) * sizes.layer
         + sizes.matrix
@@ -234,8 +233,8 @@ def _computed(sizes: Sizes, demand: Demand) -> int:
     if demand.computed is not None:
         if demand.computed > sizes.layers:
             raise SettingsError(
-                f"target.split.layers = {demand.computed}, and the model has {sizes.layers} "
-                "layers: ask for at most that many"
+                f"target.split.layers = {demand.computed}, but the model has {sizes.layers} "
+                "layers: use at most that many"
             )
         return demand.computed
     if demand.device_bytes is None or demand.streams:
@@ -255,7 +254,7 @@ def _resident(sizes: Sizes, demand: Demand, computed: int) -> int:
         if demand.resident > computed:
             raise SettingsError(
                 f"target.resident = {demand.resident}, and {demand.device} computes {computed} "
-                "layers: ask for at most that many"
+                "layers: use at most that many"
             )
         return demand.resident
     if demand.device_bytes is None:

@@ -1,7 +1,7 @@
 """Proves a layer of the kernels against transformers' own, at every position of the oracle. Both
 multiply with the same packed matrices, so that only rounding differs and no layer is in memory
 twice; some rows of each matrix are compared with the checkpoint's. Queries, keys and attention are
-compared one by one, since small differences in scores would be lost in what a layer adds."""
+compared one by one, since small differences in scores would be lost in a layer's update."""
 
 import logging
 import math
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Product:
-    """A layer's matrix in its proof, with its last input and output for linears that share it."""
+    """A layer's matrix in its proof, with the last input and output for linears that share it."""
 
     def __init__(
         self, name: str, linears: Sequence[nn.Linear], orders: Sequence[Tensor | None] | None = None
@@ -65,8 +65,8 @@ class Product:
         self._orders = orders or [None] * len(linears)
 
     def stand_ins(self) -> list[nn.Module]:
-        """Return a stand-in for each linear; they own the product, which is freed with the last of
-        them."""
+        """Return a stand-in for each linear; together they own the product, which is freed with the
+        last."""
         return [
             _Rows(self, first, count, None if order is None else order.argsort())
             for first, count, order in zip(self._first, self._counts, self._orders, strict=True)
@@ -85,7 +85,7 @@ class Product:
         return self.result
 
     def _check(self, x: Tensor) -> None:
-        """`UnsupportedError` if packed weights are not the checkpoint's; single rows may cancel
+        """`UnsupportedError` if packed weights differ from the checkpoint's; single rows may cancel
         out."""
         assert self._matrix is not None
         if self._matrix.kind not in list(Kind) or len(x) == 1:
@@ -163,10 +163,10 @@ log = logging.getLogger(__name__)
 
 ATTENTION_TOLERANCE = 1e-4
 LAYER_TOLERANCE = 2e-4  # relative to the layer's output: rounding gives 1e-6, a missing part 1e-2
-ROUNDED_TOLERANCE = 2e-2  # of matrices that round inputs to int8, which makes 1e-7 up to 1e-3
+ROUNDED_TOLERANCE = 2e-2  # if matrices round inputs to int8, which turns 1e-7 into up to 1e-3
 EXACT = (Kind.FP32, Kind.FP16, Kind.BF16, Kind.EXACT_BLOCKS)
 CACHE_TOLERANCE, ROUNDED_CACHE_TOLERANCE = 0.1, 0.5
-"""Largest share by which 16-bit keys and values may move the logits of the middle row: 1e-3 is
+"""Largest share by which 16-bit keys and values may change the logits of the middle row: 1e-3 is
 usual, 4e-2 where inputs are rounded to 8 bits, and overflowing keys give 100%."""
 
 
@@ -198,7 +198,7 @@ def prove_cache(exact: Tensor, found: Tensor, kind: IntEnum) -> None:
     rounding."""
     moved = ((found - exact).norm(dim=-1) / exact.norm(dim=-1)).nan_to_num(math.inf)
     middle = float(moved.median())
-    log.info("keys and values in 16 bits move the logits by %.1e of them", middle)
+    log.info("keys and values in 16 bits change the logits by a relative %.1e", middle)
     if middle > (CACHE_TOLERANCE if kind in EXACT else ROUNDED_CACHE_TOLERANCE):
         raise CheckpointError(
             f"keys and values in 16 bits move the logits of this model by {middle:.1e} of them: "
@@ -207,7 +207,7 @@ def prove_cache(exact: Tensor, found: Tensor, kind: IntEnum) -> None:
 
 
 class _Enough(Exception):
-    """Attention has recorded its arguments, which was the purpose of the run."""
+    """Attention has recorded its arguments, so the run can end."""
 
 
 class LayerProof:
@@ -293,7 +293,7 @@ class LayerProof:
         if not notes:
             raise UnsupportedError(f"{self._what} computes no attention")
         if self._reads is not None and self._heard[self._index] is not self._heard[self._reads]:
-            raise UnsupportedError(f"{self._what} reads other keys than layer {self._reads}'s")
+            raise UnsupportedError(f"{self._what} reads keys other than layer {self._reads}'s")
         self._oracle.check_window(self._index, notes[0].window, self._chunk)
         return notes[0]
 

@@ -10,7 +10,7 @@ from dovetail.workers.models.checkpoints.context import LONGEST, scaled_position
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 
 NUMBER_BYTES = 4  # bytes of states, norms and biases: fp32
-WAITING = 32  # approximate number of rows whose factors a session holds, besides a tree's
+WAITING = 32  # approximate number of rows whose factors a session holds, apart from a tree's
 CHECKPOINT_ROWS = 4096  # rows from one checkpoint of a long session to the next (`recurrent.py`)
 COLUMNS = 16  # parts of states and factors are padded to multiples of this
 RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
@@ -123,19 +123,19 @@ def _filled(numbers: int) -> int:
 
 
 WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1}
-INT4 = "int4"  # weights that become blocks of 4 bits, and of more at both ends
+INT4 = "int4"  # weights that become blocks of 4 bits, with more at both ends
 CACHE_BYTES = {"fp32": 4, "half": 2}  # bytes of keys and values of a type
 TREE_ROWS = 289  # rows of a pass that may have logits: 288 nodes of a tree, and the root
-MOST = 1 << 24  # an upper bound of any number in a config.json, far above all known models
+MOST = 1 << 24  # an upper bound of numbers in a config.json, far above all known models
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model's parts, with 4 bytes an output for a bias, present or not."""
+    """Bytes of a model's parts, including 4 bytes per output for a possible bias."""
 
     layers: int
     layer: int  # one decoder layer's matrices and norms
-    matrix: int  # the largest matrix of a layer: a device needs it again while it is laid out
+    matrix: int  # the largest matrix of a layer: a device needs a second copy while it is laid out
     head: int  # the final norm and the language model's head
     embedding: int
     row: int  # keys and values of a token in one layer, on average if some layers have states
@@ -148,11 +148,11 @@ class Sizes:
     states: int = 0  # the states of a session and of a tree behind it in one layer
     experts: int = 0  # the bytes of a layer's routed experts and their router
     apart: int = 0  # the bytes of a layer on a device that stay with the CPU
-    unrounded: int = 0  # what a layer's unquantised matrices take beyond those of its type
-    wider: int = 0  # bytes that one of the last layers takes beyond the mean one
+    unrounded: int = 0  # additional bytes of a layer's unquantised matrices
+    wider: int = 0  # bytes of the largest of the last layers above the mean
     lent: int = 0  # keys and values of a token in layers that others read, which a device mirrors
     inputs: int = 0  # the inputs that all layers have of their own for one row
-    tied: int = 0  # the part of the embedding that lies in the CPU's head
+    tied: int = 0  # the part of the embedding that is in the CPU's head
     loading: int = 0  # most bytes beyond the weights while loading; 0: the tensors are unknown
 
 
@@ -165,7 +165,7 @@ class Matrices:
 
     linears: Shapes  # the head's included
     experts: Shapes = ()  # both matrices of every expert of every layer
-    tensors: Sequence[Any] = ()  # the tensors of a file that the matrices are
+    tensors: Sequence[Any] = ()  # the tensors of the matrices in a file
 
 
 def mixed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
@@ -191,7 +191,7 @@ def weighed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
 
 
 def with_host_experts(sizes: Sizes) -> Sizes:
-    """Return the sizes of a model of whose layers on a device the CPU computes the experts."""
+    """Return the sizes of a model if the CPU computes the experts of layers on a device."""
     return replace(sizes, apart=sizes.experts)
 
 
@@ -376,7 +376,7 @@ def _cached(config: Mapping[str, Any], kv_heads: int, head_dim: int) -> int:
 
 
 def _own_inputs_bytes(config: Mapping[str, Any], weights: str, stored: int) -> int:
-    """Return the bytes of the table of inputs that each layer has of its own."""
+    """Return the bytes of the table of the layers' separate inputs."""
     width = config.get("hidden_size_per_layer_input") or 0
     rows = config.get("vocab_size_per_layer_input") or config["vocab_size"]
     whole = int(config["num_hidden_layers"]) * int(width) if width else 0
@@ -384,13 +384,13 @@ def _own_inputs_bytes(config: Mapping[str, Any], weights: str, stored: int) -> i
 
 
 def _table_bytes(weights: str, rows: int, width: int, stored: int) -> int:
-    """Return the bytes of a table of tokens, `stored` bytes a number but for int4."""
+    """Return the bytes of a table of tokens, with `stored` bytes per number except for int4."""
     kind = int4_kind(width, end=True) if weights == INT4 else None
     return rows * width * stored if kind is None else KINDS[kind].size_of((rows, width))
 
 
 class _Mix:
-    """A model of which some layers have states in the place of attention."""
+    """A model with states in place of attention in some layers."""
 
     def __init__(self, layers: int, sizes: StateSizes | None) -> None:
         self._layers, self._sizes = layers, sizes
@@ -417,7 +417,7 @@ class _Mix:
         return [(self._sizes.given, hidden), (hidden, self._sizes.taken)]
 
     def average(self, attended: int, recurrent: int) -> int:
-        """The average over all layers, of those with attention and those with a state."""
+        """The average over all layers, with attention or with a state."""
         attending, count = self._layers, 0
         if self._sizes is not None:
             attending, count = self._sizes.attending, self._sizes.layers
@@ -464,7 +464,7 @@ class SharedLayers:
     layers: int
     widened: int  # 1 if their MLPs are twice as wide as those of the others, else 0
     lent: int  # numbers of a token's keys in those that they read: the last one of each kind
-    wider: int  # numbers that a head of the widest has beyond the mean one of all layers
+    wider: int  # numbers of the widest head above the mean over all layers
 
     @classmethod
     def of(

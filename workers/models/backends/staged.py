@@ -1,8 +1,8 @@
 """The kernels back end in stages: the first layers on the CPU, the others and the head on a device,
 resident or streamed; and prompts that a device reads for layers on the CPU. A CPU in place of a GPU
-gives the same bytes; on a GPU torch computes the same function up to rounding. Long prompts go
-through one layer after the other, so that weights are copied once. A small draft is on one device,
-with rounding products, and levels captured as one launch (`device/levels.py`)."""
+gives the same bytes; on a GPU torch computes the same function up to rounding. Long prompts pass
+one layer after the other, so that weights are copied once. A small draft is on one device, with
+rounding products, and levels captured as one launch (`device/levels.py`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ class Staging:
     """The spread of a model over stages."""
 
     places: Sequence[Place]  # the places of all layers; those on the CPU come first
-    transfer: Transfer | None = None  # to the device of what is not on the CPU, and the head
+    transfer: Transfer | None = None  # to the device of the head and of layers not on the CPU
     reader: Transfer | None = None  # to a device that reads prompts for layers on the CPU
     host_experts: bool = False  # True if the CPU computes the experts of these layers
     capture: Capture | None = None  # captures passes over resident layers; None: none
@@ -77,7 +77,7 @@ class StagedLayers(nn.Module):
         return self.run(hidden[0].contiguous(), seen, kept).unsqueeze(0)
 
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
-        """Run the layers on states [T, hidden], which end up on the device of the last stage."""
+        """Run the layers on states [T, hidden]; the result is on the device of the last stage."""
         for stage in self._stages:
             apart = seen.apart and stage is self._stages[0] and self._reader is not None
             states = (
@@ -101,7 +101,7 @@ class _DeviceNorm(nn.Module):
 
 
 class DeviceHead(nn.Module):
-    """The head on a device; its logits come to the CPU."""
+    """The head on a device; its logits are copied to the CPU."""
 
     def __init__(self, matrix: PackedMatrix, engine: TorchEngine) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Staged(Kernels):
         self._on_cpu: list[tuple[LayerPlan, Blob]] = []
 
     def _open_engine(self, staging: Staging) -> Engine:
-        """Return what computes the layers on other devices than the CPU."""
+        """Return the engine of the layers that are not on the CPU."""
         assert staging.transfer is not None
         return engine_of(staging.transfer)
 
@@ -213,7 +213,7 @@ class Staged(Kernels):
 
     @property
     def engine(self) -> Engine:
-        """Return what computes the last layers."""
+        """Return the engine of the last layers."""
         return self._stages[-1].engine
 
     @property
@@ -223,7 +223,7 @@ class Staged(Kernels):
 
     @property
     def resident(self) -> Mapping[int, DecoderLayer]:
-        """Layers that stay on a device for which the CPU stands in."""
+        """Layers that stay on a device whose place the CPU takes."""
         return self._stages[0].resident if self.in_one_stage and self._first == 0 else {}
 
     def _see(self, positions: Tensor, segments: Sequence[Segment]) -> StagedPass:
@@ -239,7 +239,7 @@ class Staged(Kernels):
 
 
 class RoundingEngine(TorchEngine):
-    """For drafts: 16-bit weights meet inputs of their own type, unless a product of ours is
+    """For drafts: 16-bit weights are multiplied by inputs of their type, unless our product is
     faster."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""Model folders on disk: where they are, what they contain, and how they are loaded."""
+"""Model folders on disk: finding, reading and loading them."""

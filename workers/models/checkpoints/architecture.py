@@ -1,5 +1,5 @@
-"""Which models can be decoded with token trees, by their configurations and transformers' class
-flags, and an error with a remedy for those that cannot. Imports neither torch nor transformers."""
+"""Decides which models can be decoded with token trees, by their configurations and transformers'
+class flags, with an error and a remedy for others. Imports neither torch nor transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.files import MODEL_FILES, shown
 from dovetail.workers.models.checkpoints.quantised.schemes import refuse_scheme
 
-REMEDY = "take a model of another architecture, such as Llama, Qwen3, Mistral, Gemma 2 or Phi-3"
+REMEDY = "use a model of another architecture, such as Llama, Qwen3, Mistral, Gemma 2 or Phi-3"
 NOT_THERE = (
     "is not there: name an existing folder or GGUF file, or a hub id (OWNER/NAME, or "
     "OWNER/NAME/FILE.gguf)"
@@ -78,7 +78,7 @@ UNREAD = {
 
 
 def why_no_folder(source: str) -> str:
-    """Return why a file is not a model folder, and what to name instead."""
+    """Return why a file is not a model folder, and the remedy."""
     if source.lower().endswith(".safetensors"):
         return "is one file of a model; name its folder"
     return f"is a file; {MODEL_FILES}"
@@ -89,7 +89,9 @@ def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
     names."""
     if (named := content.get("transformers_weights")) is not None:
         key = f"transformers_weights is {str(named)[:100]!r}"
-        raise CheckpointError(f"{file} names other weights ({key}), which are not read; remove it")
+        raise CheckpointError(
+            f"{file} names other weights ({key}), which are not read; remove that key"
+        )
     refuse_scheme(content, file.parent)
 
 
@@ -99,7 +101,7 @@ def refuse_content(content: Mapping[str, Any], file: Path) -> None:
     kind = content.get("model_type")
     if not isinstance(kind, str) or not kind:
         found = "no model_type" if kind is None else f"a model_type of {shown(kind)}"
-        raise CheckpointError(f"{file} has {found}; take the config.json of the weights")
+        raise CheckpointError(f"{file} has {found}; use the config.json of the weights")
     if (why := UNREAD.get(kind)) is not None:
         raise CheckpointError(f"{file}: model type {kind} cannot be decoded here: {why}; {REMEDY}")
     if content.get("vocab_size") is None:
@@ -141,7 +143,7 @@ def composite(kind: str, part: str, file: Path) -> str:
 
 
 def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
-    """`CheckpointError` naming a size that is no positive whole number: transformers divides by
+    """`CheckpointError` naming a size that is not a positive whole number: transformers divides by
     some."""
     for name in COUNTS:
         number = content.get(name)
@@ -150,13 +152,15 @@ def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
         if number is not None and (
             not isinstance(number, int) or isinstance(number, bool) or number < 1
         ):
-            raise CheckpointError(f"{file}: {name} is {shown(number)}, no whole number from 1 on")
+            raise CheckpointError(
+                f"{file}: {name} is {shown(number)}, not a whole number of at least 1"
+            )
     for what, name in ((what, name) for what, names in LISTED.items() for name in names):
         number = content.get(name)
         if isinstance(number, int) and number > MOST_LISTED:
             raise CheckpointError(
                 f"{file}: {name} is {number}, and no model has more than {MOST_LISTED} {what}; "
-                "take the config.json that belongs to the weights"
+                "use the config.json that belongs to the weights"
             )
 
 
@@ -206,7 +210,7 @@ def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
     if strange:
         why = next(
             (why for name, why in LAYER_TYPES.items() if str(strange[0]).startswith(name)),
-            "are of a type that is not known here",
+            "are of an unknown type",
         )
         raise CheckpointError(
             f"{file}: model type {config.model_type} has layers of type {strange[0]}, which "
@@ -233,7 +237,7 @@ def closed(model_class: Any) -> bool:
 
 
 def why_not(config: Any, model_class: Any) -> str:
-    """Why a model that failed a trial cannot be decoded, by its configuration and class."""
+    """Return why a model that failed a trial cannot be decoded, by its configuration and class."""
     if isinstance(getattr(config, "kv_lora_rank", None), int):
         return (
             "it compresses keys and values (multi-head latent attention), which is computed for "

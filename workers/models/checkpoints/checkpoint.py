@@ -1,6 +1,6 @@
-"""A model folder: found, checked and read. The only module that opens safetensors. What could make
-a model silently wrong is refused by name: weights that are pickled, truncated, missing from the
-index, not finite, or quantised in an unknown way."""
+"""A model folder: found, checked and read. The only module that opens safetensors. Anything that
+could make a model silently wrong is refused by name: weights that are pickled, truncated, missing
+from the index, not finite, or quantised in an unknown way."""
 
 import json
 import tempfile
@@ -50,7 +50,7 @@ from dovetail.workers.progress import loading
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight files of a folder: intact, or still being read, for which the digest waits."""
+    """The weight files of a folder: intact, or still being read by the digest."""
 
     folder: Path
     digesting: Future[str]
@@ -71,7 +71,7 @@ class Checkpoint(Weights):
     tokenizer: bytes  # the content of tokenizer.json
     table: TokenTable  # its vocabulary
     vocabulary: VocabularyFacts
-    context: int | None = None  # the longest sequence that is asked for; None: the model's
+    context: int | None = None  # the requested longest sequence; None: the model's
 
     @property
     def is_coded(self) -> bool:
@@ -123,7 +123,7 @@ class Checkpoint(Weights):
 
 def open_checkpoint(source: str, *, wait: bool = True) -> Checkpoint:
     """Return the checkpoint of a folder, hub id or id@revision, checked. Without `wait`, weights
-    are still being read, and the digest waits for that."""
+    may still be being read, which the digest awaits."""
     folder = find_folder(source)
     refuse_content(text_part(read_json(folder / "config.json")), folder / "config.json")
     if not files_of(folder):
@@ -170,7 +170,8 @@ def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a file that `save_tensors` wrote; `CheckpointError` if it is not whole."""
+    """Return all tensors of a file written by `save_tensors`; `CheckpointError` if it is
+    incomplete."""
     try:
         tensors: dict[str, Tensor] = load_file(file)
     except (SafetensorError, OSError) as error:

@@ -1,4 +1,4 @@
-"""A checkpoint's configuration as transformers builds a model from it, and why it cannot."""
+"""A checkpoint's configuration, the model that transformers builds from it, and why it cannot."""
 
 import contextlib
 import re
@@ -29,7 +29,7 @@ from dovetail.workers.models.checkpoints.composite import is_composite, text_par
 from dovetail.workers.models.checkpoints.context import limit_context
 from dovetail.workers.models.checkpoints.files import damaged, read_json, reason, shown
 
-CORRECT = "correct it, or take the config.json that belongs to the weights"
+CORRECT = "correct it, or use the config.json that belongs to the weights"
 BESIDE_TEXT = {"phi4_multimodal": "model.embed_tokens_extend"}
 """The module of a language model that puts images and sound among its embeddings, by model type."""
 WIDELY_TAKEN = torch.bfloat16  # type of products on the meta device: grouped experts have no other
@@ -75,7 +75,7 @@ def read_config(file: Path) -> Any:
                 if content is whole
                 else transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
             )
-    except Exception as error:  # whatever transformers' code happens to fail at
+    except Exception as error:  # any error of transformers' code
         why = said_by(error) or _culprit(
             content, transformers.CONFIG_MAPPING[content["model_type"]].from_dict
         )
@@ -143,7 +143,7 @@ def with_buffers(model: Any) -> Any:
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Skips initialisation on the meta device, for which torch would import its compiler."""
+    """Skips initialisation on the meta device, which would make torch import its compiler."""
 
     def __torch_function__(
         self, function: Any, _types: Any, given: Any = (), named: Any = None
@@ -194,7 +194,7 @@ def why_refused(config: Any, model_class: Any) -> str:
     """Return why a model that raised an error is refused: its configuration is to blame if
     transformers' own forward fails in every way that works by default."""
     ways = set[str]()
-    with contextlib.suppress(Exception):  # the defaults of some describe no model
+    with contextlib.suppress(Exception):  # some defaults describe no valid model
         ways = {way for way, why in _stumbles({}, type(config)).items() if not why}
 
     def attempt(fields: dict[str, Any]) -> None:
@@ -241,7 +241,7 @@ def _stumbles(fields: Mapping[str, Any], config_class: Any) -> Mapping[str, str]
 
 
 def said_by(error: BaseException) -> str:
-    """Return the text of an error that was raised on purpose; empty for an accidental one."""
+    """Return the text of a deliberately raised error; empty for any other."""
     for raised in (error, error.__cause__):
         if isinstance(raised, ValueError | ImportError | OSError):
             lines = traceback.extract_tb(raised.__traceback__)
@@ -305,7 +305,7 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def base_model(model: Any) -> Any:
-    """Return the part of a model that its head stands behind; some classes give themselves."""
+    """Return the part of a model before its head; some classes return themselves."""
     if model.base_model is not model:
         return model.base_model
     return model.get_submodule(decoder_layers(model)[0].rpartition(".")[0])

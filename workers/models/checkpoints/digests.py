@@ -1,6 +1,6 @@
 """Digests of weight files: SHA-256 over names, sizes and contents, the same on every machine. Files
 are read once, and checked for NaN and infinity; digests are cached by the files' identity (device,
-inode, size, times), unless a file changed so recently that its times could repeat."""
+inode, size, times), unless a file changed so recently that its times may not be unique."""
 
 import errno
 import fcntl
@@ -37,7 +37,7 @@ EXPONENTS = {
 """Type -> bytes of a number, and its exponent bits: all of them are set in NaN and infinity."""
 FOLDER = "digests"
 MOST_KEPT = 256  # most digests that are kept; the oldest are removed
-CHECKED_BYTES_S = 50e6  # rate at which another process is waited for, and `LEAST_WAIT_S`
+CHECKED_BYTES_S = 50e6  # reading rate that limits the wait for another process, with `LEAST_WAIT_S`
 LEAST_WAIT_S = 10.0
 LOOK_S = 0.05
 GRAIN_NS, COARSE_GRAIN_NS = 50_000_000, 2_000_000_000
@@ -71,7 +71,7 @@ class Identity:
         return own == others
 
     def settled(self, now_ns: int) -> bool:
-        """Return whether a change from now on would show in the times."""
+        """Return whether a later change would show in the times."""
         last_ns = max(self.modified_ns, self.changed_ns)
         grain_ns = COARSE_GRAIN_NS if self.changed_ns % 1_000_000_000 == 0 else GRAIN_NS
         return last_ns + grain_ns < now_ns
@@ -121,7 +121,7 @@ def begin_digest(configuration: bytes, sources: Sequence[DigestSource]) -> Futur
     def find() -> None:
         try:
             found.set_result(digest_of(configuration, sources))
-        except Exception as error:  # the error is raised to the thread that waits for the digest
+        except Exception as error:  # the error is raised in the thread that waits for the digest
             found.set_exception(error)
 
     threading.Thread(target=find, name="digest", daemon=True).start()
@@ -210,7 +210,7 @@ def _seal(key: str, digest: str) -> str:
 def all_finite(block: "bytearray | memoryview | np.ndarray", kind: str) -> bool:
     """Return whether no number in a block is NaN or infinite. Seen as integers these are the
     largest, of each sign, so two maxima suffice."""
-    import numpy as np  # late: every command reads what is remembered of digests
+    import numpy as np  # late: every command reads cached digests
 
     if kind not in EXPONENTS:
         return True
@@ -225,7 +225,7 @@ def all_finite(block: "bytearray | memoryview | np.ndarray", kind: str) -> bool:
 
 
 def refuse_changed(path: Path, before: Identity, file: IO[bytes]) -> None:
-    """`CheckpointError` if an open file is another, or has other content, than before."""
+    """`CheckpointError` if an open file, or its content, is not the same as before."""
     if not before.same_content(Identity.of(file)):
         raise CheckpointError(
             f"{path} was changed while it was loaded: wait until it is written, and start again"
@@ -233,7 +233,7 @@ def refuse_changed(path: Path, before: Identity, file: IO[bytes]) -> None:
 
 
 def _key(configuration: bytes, sources: Sequence[DigestSource]) -> str:
-    """Return the cache key of these files: all that the digest depends on."""
+    """Return the cache key of these files: everything that determines the digest."""
     whole = hashlib.sha256(b"1\0" + configuration)
     for source in sources:
         whole.update(f"\0{source.path.name}\0{source.identity}\0".encode())
@@ -291,7 +291,7 @@ def _read_file(
 
 
 def read_full(file: Any, block: memoryview) -> int:
-    """Read until the block is full or the file ends; the bytes that were read."""
+    """Read until the block is full or the file ends; return the number of bytes."""
     done = 0
     while done < len(block) and (count := file.readinto(block[done:])):
         done += count

@@ -11,17 +11,17 @@ from dovetail.protocol.errors import CheckpointError
 MODEL_FILES = (
     "a model is a GGUF file, or a folder with config.json, tokenizer.json and *.safetensors"
 )
-LONGEST_SHOWN = 60  # characters of a value that an error shows
+LONGEST_SHOWN = 60  # characters of a value in an error
 MAX_FILE_BYTES = MAX_ARRAY_BYTES  # largest configuration or tokenizer: twice the largest known
 
 
 def damaged(text: str) -> CheckpointError:
-    """Return the error for a model folder of which a part is missing or wrong."""
+    """Return the error for a missing or wrong part of a model folder."""
     return CheckpointError(f"{text}; fetch the model again")
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it."""
+    """Return a value's form in an error."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
@@ -52,7 +52,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise damaged(f"{file} is nested too deeply, or has a number that is too long") from None
     if not isinstance(content, dict):
-        raise damaged(f"{file} holds no JSON object but {shown(content)}")
+        raise damaged(f"{file} does not contain a JSON object, but {shown(content)}")
     return content
 
 

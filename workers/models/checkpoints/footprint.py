@@ -1,5 +1,5 @@
 """The memory of a model's process: the program, weights, keys and values, a pass, and loading. One
-sum for admission, plans, limits and placements, by configuration or by the headers of its tensors,
+sum for admission, plans, limits and placements, from the configuration or the headers of tensors,
 without torch."""
 
 import json
@@ -36,20 +36,20 @@ COMPILER_BYTES = 45_000_000 if find_spec("hqq") else 0
 PROCESS_BYTES = 305_000_000 + COMPILER_BYTES
 """A process with torch and transformers, without a model (2.13, 5.24; measured)."""
 MIXTURE_BYTES = 30_000_000  # packing a layer with experts, beyond the sum (measured: 29 MB)
-SEARCH_BYTES = 70_000_000  # what the search for int4 blocks leaves behind (measured: 65 MB)
+SEARCH_BYTES = 70_000_000  # memory kept after the search for int4 blocks (measured: 65 MB)
 PROCESS_SPACE = 1_300_000_000  # bytes of its address space
 EXPERTS_READ = 4  # matrices of an expert as they were stored: gate and up, apart and joined
 CACHED_ROWS = 4096  # rows of keys and values in a limit: a long conversation, and a prompt of it
-PASS_ROWS = {"cpu": 256, "gpu": 1024}  # rows of a prompt that go through a layer at a time
-WIDENED_BYTES = 64 << 20  # bytes of a 16-bit matrix on a GPU that are in fp32 at a time
+PASS_ROWS = {"cpu": 256, "gpu": 1024}  # rows of a prompt that pass a layer at a time
+WIDENED_BYTES = 64 << 20  # bytes of a 16-bit matrix on a GPU that are widened to fp32 at a time
 PACKED_LAYERS = 2  # layers that loading holds both as stored and as packed
 PROOF_BYTES = 48 << 20  # a piece of a matrix in fp32, and the rows of a proof (`backends/fused.py`)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors of a malformed file."""
 MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
-IN_BLOCKS = (FILE, INT4)  # weights that are blocks, of the checkpoint or searched for
+IN_BLOCKS = (FILE, INT4)  # weights in blocks, of the checkpoint or quantised here
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
-FEWEST_BITS = 4  # bits of a number of any other type at least
+FEWEST_BITS = 4  # minimum bits of a number of any other type
 TABLE = re.compile(
     r"(^|\.)(embed_tokens|embeddings|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
 )
@@ -67,7 +67,7 @@ class Tensor:
     name: str
     kind: str
     shape: tuple[int, ...]
-    packed_bytes: int = 0  # bytes of its blocks as the kernels have them; 0: it has none
+    packed_bytes: int = 0  # bytes of its blocks in the kernels' layout; 0: it has none
 
     @property
     def numbers(self) -> int:
@@ -186,9 +186,9 @@ def in_pieces(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a process, in bytes: its own, not that of files on a disk."""
+    """The memory of a process, in bytes, without mapped files."""
 
-    process: int  # the interpreter, and what it imports
+    process: int  # the interpreter and its imports
     weights: int = 0  # packed matrices, tables, norms
     caches: int = 0  # keys and values, or states, of a long conversation and of a tree behind it
     scratch: int = 0  # what a pass holds: states, the inside of a layer, logits
@@ -347,8 +347,8 @@ def sizes_by_tensors(
 
 
 def _loading_bytes(sizes: Sizes, tensors: Sequence[Tensor], weights: str, *, library: bool) -> int:
-    """Return the most that loading holds beside packed weights: table and head as stored, and parts
-    of a layer or the packed head."""
+    """Return the peak of loading above packed weights: table and head as stored, and parts of a
+    layer or the packed head."""
     if library and rearranged(tensors):
         largest = max((tensor.numbers for tensor in tensors if tensor.is_matrix), default=0)
         whole = 4 * (sum(tensor.numbers for tensor in tensors) + largest)
@@ -370,7 +370,7 @@ def _loading_bytes(sizes: Sizes, tensors: Sequence[Tensor], weights: str, *, lib
 
 
 def _at_layer(layer: Sequence[Tensor], weights: str) -> int:
-    """Return the most beside packed matrices while a layer is packed: its last three as stored."""
+    """Return the peak above packed matrices while a layer is packed: its last three as stored."""
     dense = [tensor for tensor in layer if not _stays_in_blocks(tensor, weights)]
     largest = max(dense, key=lambda tensor: tensor.stored_bytes, default=None)
     if largest is None:
@@ -464,7 +464,7 @@ def numbers_by_type(folder: Path) -> Counter[int]:
 
 
 def _matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return all that a row is multiplied with, the head among it."""
+    """Return all matrices that a row is multiplied by, including the head."""
     every = [*tensors, *tied_head(tensors)]
     return [tensor for tensor in every if len(tensor.shape) > 1 and not tensor.is_table]
 

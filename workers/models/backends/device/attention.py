@@ -1,4 +1,4 @@
-"""Our attention on a GPU over 16-bit keys and values as they are stored
+"""Our attention on a GPU, directly over stored 16-bit keys and values
 (`kernels/cuda/attention.cu`). A row's bytes depend only on the keys and values that it sees, in the
 order of their slots."""
 
@@ -31,7 +31,7 @@ TIMED_SLOTS, TIMED_HEAD, TIMED_GROUPS, TIMED_CACHES = 2048, 128, 4, 4
 
 
 def attending(products: Products) -> Attending:
-    """Return what computes attention on a device: ours if chosen and possible, else torch."""
+    """Return the attention function of a device: ours if chosen and possible, else torch's."""
 
     def attend(
         query: Tensor,
@@ -171,8 +171,7 @@ def _attend(
 
 
 def _against(program: Program, device: torch.device) -> str:
-    """Return what is wrong with our attention for the rows of a tree, alone and together; empty if
-    nothing is."""
+    """Return any error of our attention for the rows of a tree, alone and together; else empty."""
     for width in PROOF_WIDTHS:
         if wrong := _against_width(program, device, width):
             return f"keys of {width} numbers: {wrong}"
@@ -213,13 +212,13 @@ def _against_width(program: Program, device: torch.device, width: int) -> str:
         own = seen[head * rows + row]
         alone = ours(query[head::2, row : row + 1], own[None], own.nonzero().flatten(), None)
         if not torch.equal(alone[0], found[row, head::2]):
-            return "a row depends on other rows, or on what it does not see"
+            return "a row depends on other rows, or on slots that it does not see"
     places, caches = _placed(keys, values, device)  # which hold the places' numbers
     placed, own_mask = PlacedCaches(places, 1, 2, slots), mask.float().to(device)
     for own_sinks in (None, sinks.to(device)):
         beside = placed_attention(program, query.to(device), placed, own_mask, scale, own_sinks)
         if not torch.equal(beside.cpu(), ours(query, seen, slice(None), own_sinks)):
-            return f"rows of {len(caches)} sessions in one pass have other bytes than alone"
+            return f"rows of {len(caches)} sessions in one pass differ in bytes from those alone"
     return ""
 
 

@@ -1,7 +1,7 @@
 """Chooses between our functions and torch's on a device. Ours are used if they are proved there
 (the bytes of the CPU kernels, for any number of rows) and take no longer than torch's for 1, 4 and
-16 rows together. Both are tried in another process first (`trying.py`); timings are cached beside
-the compiled functions, and every start proves again."""
+16 rows together. Both are first tested in another process (`trying.py`); timings are cached with
+the compiled functions, and every start repeats the proof."""
 
 import json
 import math
@@ -32,10 +32,10 @@ from dovetail.workers.models.backends.device.products import (
 from dovetail.workers.models.backends.device.trying import tried
 
 SHAPE = (83, 333)  # [out, in] of the proof: two panels, one narrow, and not a multiple of any step
-ROWS = (1, 3, 4, 5, 17, 33, 70)  # rows of the proof: every function that there is, full and not
+ROWS = (1, 3, 4, 5, 17, 33, 70)  # rows of the proof: every function, full and partly filled
 TIMED_SHAPE = (4096, 4096)
 TIMED_ROWS = (1, 4, 16)
-TIMED_BYTES = 128 << 20  # weights that are read in turn, so that they are never cached
+TIMED_BYTES = 128 << 20  # weights that are read in turn, so that none is cached
 TIMES = 3
 STORED = {Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.float32}
 """The type of a packed matrix."""
@@ -54,20 +54,20 @@ class Function(IntEnum):
 
     @property
     def rounds(self) -> bool:
-        """Return whether this is a product for drafts alone, which may round inputs."""
+        """Return whether this is a product only for drafts, which may round inputs."""
         return self in (Function.ROUNDED_FP16, Function.ROUNDED_BF16)
 
 
 @dataclass(frozen=True)
 class Contest:
-    """A computation that ours and torch's functions are compared on, on a device."""
+    """A computation for comparing our functions with torch's on a device."""
 
     kind: IntEnum
     does: str  # its description in a sentence
     source: str  # the functions of ours, in CUDA C++
-    against: Callable[[Program, torch.device], str]  # what is wrong with ours; empty: it is right
+    against: Callable[[Program, torch.device], str]  # the error of ours; empty: it is right
     pairs: Callable[[Program, torch.device], Iterator[tuple[Product, Callable[[], Product]]]]
-    """Yields matrices of `TIMED_SHAPE`, each with our product and with what makes torch's."""
+    """Yields matrices of `TIMED_SHAPE`, each with our product and a function that makes torch's."""
     torchs: bool = True  # False: torch cannot compute it, so there is no speed to compare with
 
     @property
@@ -88,7 +88,7 @@ class Products:
         `trying.tried`."""
         self.device, self.functions, self._trial = device, cache(functions), trial
         self._chosen: dict[IntEnum, bool] = {}
-        self.said: dict[IntEnum, str] = {}  # kind of matrix -> which product is used, and why
+        self.said: dict[IntEnum, str] = {}  # kind of matrix -> the product in use, and why
         self.told: set[IntEnum] = set()  # the kinds that a worker has reported
 
     def owner(self, contest: Contest) -> Program | None:
@@ -126,7 +126,7 @@ class Products:
             if not chosen:
                 return False, said
         else:
-            said = "it is proved, and times mean nothing here"
+            said = "it is proved, and times are meaningless here"
         try:
             if wrong := contest.against(program, self.device):
                 return False, f"dovetail's own is not proved here: {wrong}"
@@ -146,7 +146,10 @@ class Products:
             known = found
         ours, torchs = json.loads(known)
         if isinstance(torchs, str):
-            return True, f"{said_in_ms(ours)} ms for {rows} rows, and torch has none ({torchs})"
+            return (
+                True,
+                f"{said_in_ms(ours)} ms for {rows} rows, and torch has no such function ({torchs})",
+            )
         said = f"{said_in_ms(ours)} ms for {rows} rows, torch's {said_in_ms(torchs)}"
         return sum(ours) <= sum(torchs), said
 
@@ -158,13 +161,12 @@ def products_on(device: torch.device) -> Products:
 
 
 def choice_on(device: torch.device) -> Products | None:
-    """Return the products of a device; None: torch's, on a CPU and without kernels to prove ours
-    by."""
+    """Return the products of a device; None: torch's, on a CPU or without kernels for a proof."""
     return None if device.type == "cpu" or not kernels.available() else products_on(device)
 
 
 def tell_products(device: torch.device, name: str) -> None:
-    """Report on stderr which products a worker uses on a device, and why, each once."""
+    """Report on stderr, once each, which products a worker uses on a device, and why."""
     products = products_on(device)
     new, missing = products.said.keys() - products.told, products.functions(SOURCE)
     if isinstance(missing, str):
@@ -180,7 +182,7 @@ def measured(
     program: Program, device: Device, contest: Contest
 ) -> tuple[Sequence[float], Sequence[float] | str]:
     """Return seconds of ours and torch's for each of `TIMED_ROWS`; a sentence if torch refuses.
-    `torch.OutOfMemoryError` without memory."""
+    Raises `torch.OutOfMemoryError`."""
     pairs = list(contest.pairs(program, device.torch_device))
     ours = [product_seconds([own for own, _ in pairs], rows, device) for rows in TIMED_ROWS]
     try:
@@ -213,7 +215,7 @@ def product_seconds(
 def launched_at_once(
     products: Sequence[Product], x: Tensor, capture: Capture | None
 ) -> Callable[[], Tensor]:
-    """Return what multiplies x by each matrix, captured if possible to leave out launches."""
+    """Return a function that multiplies x by each matrix, captured if possible to save launches."""
 
     def run() -> Tensor:
         return [multiply(x) for multiply in products][-1]
@@ -284,7 +286,7 @@ CONTESTS: Mapping[IntEnum, Contest] = {
     )
     for kind in STORED
 }
-"""The types of weights that there is a product of ours for; fp32 are torch's."""
+"""The types of weights for which we have a product; fp32 is torch's."""
 
 ROUNDED: Mapping[IntEnum, Contest] = {
     kind: Contest(

@@ -1,5 +1,5 @@
 """A layer's experts computed by torch, or by the CPU for a device: the kernels' function up to
-rounding. Experts are chosen in fp32, the lower index first of equals."""
+rounding. Experts are chosen in fp32; of equals, the lower index comes first."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,8 @@ class HostExperts:
         self._layer = DecoderLayer(plan)
 
     def begin(self, x: Tensor, _multiply: Multiply) -> Callable[[], Tensor]:
-        """Start on the experts' input [T, hidden]; return what gives their outputs there."""
+        """Start computing the experts of an input [T, hidden]; return a function for their
+        outputs."""
         rows = x.cpu().contiguous()
         return lambda: mix(self._layer.struct, rows).to(x.device)
 
@@ -49,7 +50,7 @@ class DeviceExperts:
         self._scales = None if router.scales is None else router.scales.to(device)
 
     def begin(self, x: Tensor, multiply: Multiply) -> Callable[[], Tensor]:
-        """Take the experts' input [T, hidden]; return what gives their outputs [T, hidden]."""
+        """Take the experts' input [T, hidden]; return a function for their outputs [T, hidden]."""
         return lambda: self._run(x, multiply)
 
     def _run(self, x: Tensor, multiply: Multiply) -> Tensor:

@@ -1,8 +1,8 @@
 """Passes of fixed shape for a draft's levels, captured once and replayed as one launch. With our
-attention, inputs say where each row's keys and values are, so a pass serves rows of any sessions of
-a worker; with torch's, a pass is captured for one cache. Rows are padded to a power of two, paths
-to a few lengths, slots to a power of two or, in one cache, a multiple of `SLOTS`. The memory of
-caches is reused from one session to the next, so that what is captured over it stays valid."""
+attention, inputs contain the address of each row's keys and values, so a pass serves rows of any
+sessions of a worker; with torch's, a pass is captured for one cache. Rows are padded to a power of
+two, paths to a few lengths, slots to a power of two or, in one cache, a multiple of `SLOTS`. The
+memory of caches is reused from session to session, so that captured passes over it stay valid."""
 
 import math
 import weakref
@@ -22,7 +22,7 @@ from dovetail.workers.models.backends.device.attention import PLACE
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import SLACK, Segment
 
-MOST_SPARE = 2  # arenas that are held for sessions to come
+MOST_SPARE = 2  # arenas held for later sessions
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class Arenas:
         return arena
 
     def give(self, held: list[Arena]) -> None:
-        """Take back what a cache has held; those over which nothing is captured go first."""
+        """Take a cache's arena back; arenas without captured passes are freed first."""
         spare = sorted([*held, *self._spare], key=lambda arena: -len(arena.captured))
         self._spare = spare[:MOST_SPARE]
         held.clear()
@@ -76,7 +76,7 @@ class Arenas:
         self._spare.clear()
 
     def let_graphs_go(self) -> bool:
-        """Free what has been captured over all arenas, and return whether there was anything."""
+        """Free the captured passes over all arenas, and return whether there were any."""
         captured = [arena.captured for arena in self._all if arena.captured]
         for passes in captured:
             passes.clear()
@@ -105,7 +105,7 @@ class ArenaCache(KVCache):
 
     @property
     def arena(self) -> Arena:
-        """Return the memory in which it lies."""
+        """Return its memory."""
         return self._held[0]
 
     @property
@@ -130,7 +130,7 @@ class ArenaCache(KVCache):
         return other
 
     def _grow(self, capacity: int) -> None:
-        """Move to another arena; a cache that shrinks stays where it is if memory runs out."""
+        """Move to another arena; if memory runs out, a shrinking cache stays in its arena."""
         before, kept = self._held.copy(), self.rows[..., : self.length, :]
         try:
             self._held[:] = [self._place_for(capacity)]
@@ -180,7 +180,7 @@ def form_of(segments: Sequence[Segment], least_rows: int = 1, *, placed: bool) -
         assert segment.paths is not None
         count += segment.count
         stop = max(stop, segment.start + segment.count, segment.paths.stop)
-        # for a few numbers a list is faster than an array
+        # a list of few numbers is faster than an array
         longest = max(longest, *segment.paths.lengths.tolist())
     while path < longest:
         path *= LONGER
@@ -210,7 +210,7 @@ class Buffers:
         return self._there[name]
 
     def open(self) -> Mapping[str, NDArray[np.generic]]:
-        """Return the tensors on the host, to be written, once what was sent before is copied."""
+        """Return the host's tensors for writing, once the previous copy has ended."""
         self._wait()
         return self._here
 
@@ -318,7 +318,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class FixedPass(Generic[InputsT, ResultT]):
-    """A pass of fixed shape and its inputs. Its result is good until another one is replayed."""
+    """A pass of fixed shape and its inputs. Its result is valid until another pass is replayed."""
 
     inputs: InputsT
     replay: Callable[[], ResultT]
@@ -333,7 +333,7 @@ class Graphs:
         HELD.add(self)
 
     def let_go(self) -> None:
-        """Do nothing: nothing but graphs is kept for later."""
+        """Do nothing: only graphs are kept for later."""
 
     def let_graphs_go(self) -> bool:
         """Free the passes, and return whether there were any."""
@@ -362,10 +362,11 @@ def passes_of(
 def captured(
     cache: ArenaCache, form: Form, run: Callable[[], ResultT], capture: Capture, *, placed: bool
 ) -> Callable[[], ResultT]:
-    """Return what replays a pass: over the memory of one cache, or wherever `placed` rows lie."""
+    """Return a function that replays a pass: over one cache's memory, or, if `placed`, over any
+    rows."""
     if placed:
         return capture(run)
-    last = form.slots - 1  # which all rows write during a capture
+    last = form.slots - 1  # written by all rows during a capture
     held = cache.rows[:, :, :, last].clone()
     replay = capture(run)
     cache.rows[:, :, :, last] = held

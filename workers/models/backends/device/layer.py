@@ -24,7 +24,7 @@ from dovetail.workers.models.backends.device.scan import DeviceScan
 
 
 class DeviceLayer:
-    """The parts of a layer that stay on a device, wherever its matrices come from."""
+    """The parts of a layer that stay on a device, independent of the source of its matrices."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class DeviceLayer:
         return update * plan.beside.attention_factor + other * plan.beside.factor
 
     def _mlp(self, x: Tensor, states: Tensor, multiply: Multiply) -> Tensor:
-        """Return the MLP or experts of x [T, hidden]; the CPU's experts run beside the shared
-        MLP."""
+        """Return the MLP or experts of x [T, hidden]; the CPU's experts run in parallel to the
+        shared MLP."""
         plan, experts = self._plan, self._experts
         if plan.experts is None or experts is None:
             return self._dense(x, multiply)

@@ -1,5 +1,5 @@
 """Levels of trees that a model drafts on a device, in passes of fixed shape (`fixed.py`), and their
-children, ranked within the captured pass, to copy few numbers back."""
+children, ranked within the captured pass, so that few numbers are copied back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ from dovetail.workers.models.states import ModelPass
 Floats = NDArray[np.float32]
 CHUNK = 2048  # numbers searched at a time: the chunks of a vocabulary in parallel, then their best
 LEAST_CHUNKED = 8 * CHUNK  # rows of fewer numbers are searched as a whole
-LEAST_WIDTH = 32  # children of a row that are ranked at least: trees of other widths share a pass
+LEAST_WIDTH = 32  # fewest ranked children per row: trees of different widths share a pass
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RankingShape(NamedTuple):
 
 
 class Arriving:
-    """The children of all rows of a pass, on their way to the host."""
+    """The children of all rows of a pass, being copied to the host."""
 
     def __init__(self, wait: Callable[[], None], here: NDArray[np.int32]) -> None:
         """`here`: int32 [2, T, K], the destination of ids and the bits of gains."""
@@ -113,7 +113,7 @@ class Ranked:
 
 
 class RankedInputs(Inputs):
-    """The inputs of a level, and the children that follow from its logits."""
+    """The inputs of a level, and the children from its logits."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class RankedInputs(Inputs):
             here["temperatures"][own] = 0.0 if ranking.noise is None else ranking.temperatures
             if ranking.noise is not None:
                 start = start if noise else first
-                # rows in between that are not ranked by noise get some too, which is not read
+                # rows in between that are ranked without noise also get some, which is not read
                 noise += [ranking.noise[0]] * (first - start - len(noise))
                 noise += ranking.noise
         self._send(here, segments, rows)
@@ -185,7 +185,7 @@ class RankedInputs(Inputs):
 
 
 def largest(z: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the `width` largest numbers of each row of z [T, V] and their places, as
+    """Return the `width` largest numbers of each row of z [T, V] and their places, like
     `torch.topk`."""
     rows, count = z.shape
     if count < LEAST_CHUNKED or width > CHUNK:
@@ -216,7 +216,7 @@ def has_fixed_shapes(plan: LayerPlan) -> bool:
 
 
 def is_placeable(plan: LayerPlan) -> bool:
-    """Return whether our attention computes a layer, wherever the keys and values of rows lie."""
+    """Return whether our attention computes a layer, for any location of keys and values."""
     return not plan.softcap and takes_width(plan.head_dim)
 
 
@@ -229,7 +229,7 @@ def fixed_rows(
     *,
     turns: bool = True,
 ) -> FixedRows:
-    """Return the rows of a pass as layers of these plans see them, within its capture."""
+    """Return the rows of a pass for layers of these plans, within its capture."""
     masks = {window: inputs.mask(torch.float32, window) for window in {p.window for p in plans}}
     seeing = {(plan.window, plan.heads // plan.kv_heads) for plan in plans}
     seen = {(window, groups): masks[window].repeat(groups, 1) for window, groups in seeing}
@@ -253,9 +253,8 @@ class AskedRows:
 def join_parts(
     parts: Sequence[AskedRows], *, last_alone: bool = False
 ) -> tuple[list[Segment], list[DeviceRanking | None], list[int], list[slice]]:
-    """Return the segments and rankings of the parts of a pass, the row behind each part, and which
-    of the pass's results are its own. `last_alone`: a pass has results of each part's last row
-    alone."""
+    """Return the segments and rankings of the parts of a pass, the row after each part, and its
+    share of the pass's results. `last_alone`: a pass has only results of each part's last row."""
     segments, rankings = list[Segment](), list[DeviceRanking | None]()
     stops, results, count = list[int](), list[slice](), 0
     for part in parts:
@@ -290,8 +289,8 @@ class Levels:
         return isinstance(segment.cache, ArenaCache) and segment.cache.states is None
 
     def compute(self, states: Tensor, parts: Sequence[AskedRows]) -> list[Ranked]:
-        """Return the results of the wanted rows of each part, for states float32 [T, hidden] of all
-        rows on the CPU: one copy in, one launch, one copy out if children are ranked."""
+        """Return the results of the requested rows of each part, for states float32 [T, hidden] of
+        all rows on the CPU: one copy in, one launch, one copy out if children are ranked."""
         caches = [part.segment.cache for part in parts]
         placed = self.ours is not None and all(
             isinstance(cache, ArenaCache) and cache.rows.dtype == HALF for cache in caches
@@ -363,7 +362,7 @@ class Captured(ABC):
         return self.levels is not None
 
     def levels_of(self, parts: Sequence[AskedRows]) -> Sequence[Ranked | None]:
-        """Return the ranked children of each part's wanted rows; None if it is not a level."""
+        """Return the ranked children of each part's requested rows; None if it is not a level."""
         if self.levels is None:
             return [None] * len(parts)
         own, places, found = list[AskedRows](), list[int](), list[Ranked | None]()

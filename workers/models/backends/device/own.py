@@ -1,4 +1,4 @@
-"""Our products on a GPU over the kernels' packed matrices as they are: the bytes of the CPU kernels
+"""Our products on a GPU, directly over the kernels' packed matrices: the bytes of the CPU kernels
 for every row (`kernels/cuda/products.cu`, `rounded.cu`). A 16-bit weight moves 2 bytes."""
 
 import struct
@@ -21,7 +21,7 @@ FOLDER = Path(kernels.__file__).parent / "cuda"
 
 @dataclass(frozen=True)
 class ThreadBlock:
-    """A block of threads, by what it computes of a product; see `products.cu`."""
+    """A block of threads, by its part of a product; see `products.cu`."""
 
     vectors: int  # vectors of 16 outputs: 1, or 3, which are a panel
     columns: int  # outputs of a thread
@@ -66,7 +66,8 @@ BLOCKS = (
     ThreadBlock(1, 2, 2, 8, 64),
     ThreadBlock(1, 2, 4, 8, 64),
 )
-"""The smallest that holds all rows, or the largest repeatedly; narrow to use all processors."""
+"""The smallest block that holds all rows, or the largest repeatedly; narrow if that uses all
+processors."""
 WIDE = ThreadBlock(3, 1, 1, 4, 64)  # of few rows if every multiprocessor has `ENOUGH` of them
 ENOUGH = 2
 
@@ -137,7 +138,7 @@ class OwnMatrix:
 
 
 def own_matrix(program: Program, lying: Lying, memory: Tensor) -> OwnMatrix:
-    """Return a matrix of a blob that lies in `memory` on the device, and stays there."""
+    """Return a matrix of a blob in `memory` on the device, which stays there."""
     whole = memory[lying.offset : lying.offset + lying.size]
     beside = STEP if lying.kind is Kind.INT8 else 1
     columns = -(-lying.n // VECTOR) * VECTOR
@@ -155,7 +156,7 @@ def own_matrix(program: Program, lying: Lying, memory: Tensor) -> OwnMatrix:
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Rows in int8 as our products over codes read them (`kernels/cuda/rounded.cu`)."""
+    """Rows in int8, in the layout of our products over codes (`kernels/cuda/rounded.cu`)."""
 
     rows: int
     groups: int
@@ -216,5 +217,5 @@ def own_codes(program: Program, lying: Lying, memory: Tensor) -> OwnCodes:
 
 
 def bits_of(number: float) -> int:
-    """Return the bits of a number in fp32 as an integer, as our functions take them."""
+    """Return the bits of an fp32 number as an integer, the form of our functions' parameters."""
     return int(struct.unpack("<I", struct.pack("<f", number))[0])

@@ -1,6 +1,6 @@
 """Our products on a GPU over packed blocks of GGUF files, with rows in int8
 (`kernels/cuda/rounded.cu`) or fp32 (`exact.cu`): the bytes of the CPU kernels. torch has no such
-product: without ours, such weights are not computed there."""
+product: without ours, these weights cannot be used there."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -207,7 +207,7 @@ def blocks_on(
         why = (
             f"{device}: torch multiplies none" if products is None else products.said[contest.kind]
         )
-        raise SettingsError(f"{why}; use weights half or int8, or have the CPU compute it")
+        raise SettingsError(f"{why}; use weights half or int8, or compute it on the CPU")
     return own_blocks(program, lying, memory)
 
 

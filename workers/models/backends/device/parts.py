@@ -36,7 +36,7 @@ class Angles:
         self._factors: dict[int, Tensor] = {}  # the factors of queries of tables that have any
 
     def add(self, rotary: Rotary) -> None:
-        """Take a table over, if it is a new one; one with the same numbers is not copied again."""
+        """Take over a table if it is new; one with the same numbers is not copied again."""
         if id(rotary) in self._tables or id(rotary) in self._alike:
             return
         for key, (known, _, _) in self._tables.items():
@@ -109,7 +109,7 @@ class Turning:
     program: Program
     heads: int
     kv_heads: int
-    query_weight: Tensor | None  # [width]: the norm of each query; None: they have none
+    query_weight: Tensor | None  # [width]: the norm of each query; None: no norm
     key_weight: Tensor | None
     epsilon: float
 
@@ -289,7 +289,7 @@ def _against(program: Program, device: torch.device) -> str:
 
 
 def _placed_wrongly(parts: Parts, device: torch.device) -> str:
-    """Return what is wrong with rows in separate caches; empty if nothing is."""
+    """Return any error with rows in separate caches; else empty."""
     generator, layers = torch.Generator().manual_seed(3), 2
     qkv, turns = (
         torch.randn(3, width, generator=generator).to(device)
@@ -375,7 +375,7 @@ def _turned_wrongly(
     for at, part in enumerate((exact[:, HEADS : HEADS + KV_HEADS], exact[:, HEADS + KV_HEADS :])):
         expected[at][:, slots] = rounded(part.float().transpose(0, 1), dtype)
     if float((found.float() - expected.float()).abs().max()) > (1e-2 if dtype == HALF else 1e-4):
-        return "keys or values are wrong, or in other slots"
+        return "keys or values are wrong, or in wrong slots"
     if not torch.equal(found == 0, expected == 0):
         return "slots of other rows are written"
     alone, beside = turned(slice(1, 2))
@@ -441,5 +441,5 @@ def _pairs(
 
 
 CONTEST = Contest(
-    Function.PARTS, "functions compute what lies between products", SOURCE, _against, _pairs
+    Function.PARTS, "functions compute the work between products", SOURCE, _against, _pairs
 )

@@ -1,4 +1,4 @@
-"""The rows of a pass as layers on a device see them: angles, keys and values, and states."""
+"""The rows of a pass for layers on a device: angles, keys and values, and states."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from dovetail.workers.models.cache import rounded
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of several sessions, in the shapes that their caches have."""
+    """The rows of several sessions, in the shapes of their caches."""
 
     turn: Turn | None  # the rotation of queries and keys; None if they are not rotated
     blocks: Mapping[int, Sequence[Block]]  # by how many query heads share a key head

@@ -1,7 +1,7 @@
 """A mixer with a state computed by torch: the function of the kernels (`kernels/native/scan.inl`)
 up to rounding, over the same states and factors. The state advances row by row, and a tree level by
 level: a row depends on its path alone. Chunked algorithms would add rows in an order that depends
-on where a chunk begins."""
+on the start of a chunk."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ def _filled(numbers: int) -> int:
 
 
 AT_A_TIME = 16  # rows of a prompt, or of a level, whose states are in memory at a time
-LEAST = 1e-6  # added to the squares of queries and keys before they are divided by their length
+LEAST = 1e-6  # added to the squared length of queries and keys before the division
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class DeviceScan:
     def _walk(
         self, place: StatePlace, segment: Segment, rows: _Given, folded: int, fold: int
     ) -> Tensor:
-        """Return what rows read of the state, which then holds slots up to `fold`."""
+        """Return the rows' outputs from the state, which then includes slots up to `fold`."""
         start = segment.start
         state = _through(place.state(), place, range(folded, min(fold, start)))
         if fold == start + segment.count:
@@ -296,7 +296,7 @@ class DeviceScan:
         return _after(key * added, states, rows.decay[at]), added
 
     def _read(self, rows: _Given, at: slice | Tensor, states: Tensor) -> Tensor:
-        """Return what rows read from the states after them [T, value_heads, value_dim]."""
+        """Return the rows' outputs [T, value_heads, value_dim] from the states after them."""
         read = (states * rows.query[at]).sum(-2)
         if self._skip is None:
             return read
@@ -339,7 +339,7 @@ def _levels(segment: Segment, prefix: int) -> list[dict[int, _Ancestor]]:
 def _pieces(
     nodes: Sequence[tuple[int, _Ancestor]], start: int
 ) -> Iterator[Sequence[tuple[int, _Ancestor]]]:
-    """The nodes of a level some at a time: those of passes before, then the rows of this one."""
+    """The nodes of a level, some at a time: those of earlier passes, then the rows of this one."""
     for is_row in (False, True):
         own = [node for node in nodes if (node[0] >= start) == is_row]
         for first in range(0, len(own), AT_A_TIME):

@@ -1,6 +1,6 @@
-"""Tries our functions on a device in a process of its own: `python -m
+"""Tests our functions on a device in a separate process: `python -m
 dovetail.workers.models.backends.device.trial DEVICE NAME` proves and measures the functions NAME,
-and prints the times as JSON; exit code 1 with the reason where they fail. `trying.py` starts it."""
+and prints the times as JSON; exit code 1 with the reason if they fail. `trying.py` starts it."""
 
 import json
 import os

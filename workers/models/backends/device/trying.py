@@ -1,4 +1,4 @@
-"""Has our functions tried in another process, since a failing one spoils its device context."""
+"""Tests our functions in another process, since a failing one breaks its device context."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def tried(device: str, name: str, module: str = MODULE, limit_s: float = LIMIT_S
             else:
                 return f"its trial did not end within {limit_s:.0f} s"
         finally:
-            child.kill()  # which does nothing once it has ended
+            child.kill()  # has no effect once it has ended
     lines = errors.decode(errors="replace").strip().splitlines()
     said = lines[-1] if lines else "it wrote nothing to stderr"
     if child.returncode == REFUSED:

@@ -1,4 +1,4 @@
-"""The engines of stages: what computes the layers of a stage, on the CPU or on a device."""
+"""The engines that compute the layers of a stage, on the CPU or on a device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Ready(Protocol):
         """Return the layer with a copy of its blob in `memory` on the device."""
 
     def settled(self, memory: Tensor) -> Run:
-        """The layer that stays, made from a copy of its blob that only it holds."""
+        """Return a resident layer, made from its own copy of its blob."""
 
 
 class Engine(Protocol):
@@ -60,10 +60,10 @@ class Engine(Protocol):
     chunk: int  # rows of a prompt that a layer computes at a time
 
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
-        """A layer, but for its matrices."""
+        """A layer without its matrices."""
 
     def expect(self, dtype: torch.dtype) -> None:
-        """Prepare for keys and values of a type, once all layers are there."""
+        """Prepare for keys and values of a type, once all layers are added."""
 
     def new_cache(self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> Cache:
         """An empty cache of layers, with keys and values of a type."""
@@ -71,7 +71,7 @@ class Engine(Protocol):
     def see(
         self, positions: Tensor, segments: Sequence[Segment], inputs: Tensor | None = None
     ) -> Any:
-        """Return the rows of a pass as layers take them; `inputs`: the layers' own, on the CPU."""
+        """Return the rows of a pass for the layers; `inputs`: the layers' own, on the CPU."""
 
     def hand_over(self, cache: Cache, to: BlockedCache, plan: LayerPlan, rows: int) -> None:
         """The first rows of a cache of one layer, into those of a layer of a cache on the CPU."""
@@ -139,7 +139,7 @@ def _hand_states(
 
 @dataclass(frozen=True)
 class SettledLayer:
-    """A layer that stays on a device, with its matrices as its products need them."""
+    """A layer that stays on a device, with matrices in the layout of its products."""
 
     layer: DeviceLayer
     matrices: Mapping[str, Matrix | Product]
@@ -166,7 +166,7 @@ class _TorchReady:
         self._layer = DeviceLayer(plan, engine.device, engine.parts, host_experts=apart)
 
     def at(self, memory: Tensor) -> Run:
-        """Lay out each matrix when it is used, so that only one is there twice."""
+        """Lay out each matrix when it is used, so that only one is in memory twice."""
         own: dict[str, Product] = {}
 
         def multiply(name: str, x: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class TorchEngine:
         return _TorchReady(plan, blob, self)
 
     def expect(self, dtype: torch.dtype) -> None:
-        """Choose what computes attention over 16-bit keys and values, before it is captured."""
+        """Choose the attention over 16-bit keys and values before a capture."""
         if self.products is not None and self._masks and dtype == HALF:
             self.products.owner(CONTEST)
 
@@ -302,6 +302,6 @@ def _lay_keys(own: Tensor, keys: Tensor) -> None:
 
 
 def engine_of(transfer: Transfer) -> Engine:
-    """Return what computes on the last device of a path."""
+    """Return the engine on the last device of a path."""
     device = transfer.device
     return KernelEngine() if device.type == "cpu" else TorchEngine(device, products_on(device))

@@ -1,6 +1,6 @@
 """Consecutive layers that stay on a device, captured for passes of a few rows and replayed as one
 launch. Passes are padded, so only layers whose functions are all ours are captured: their rows have
-the same bytes beside any others."""
+the same bytes in any batch."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,7 +45,7 @@ class Passed:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Some layers in a row of a stage."""
+    """Some consecutive layers of a stage."""
 
     first: int  # the number of the first layer in its stage
     layers: Sequence[SettledLayer]
@@ -71,8 +71,8 @@ class Span:
     def run(
         self, states: Tensor, positions: Tensor, segments: Sequence[Segment], kept: Kept, at: int
     ) -> Tensor:
-        """Return the states behind the layers [T, hidden], on the device, of those in front, on
-        either; positions [T] are on the CPU. `at`: the first layer's number."""
+        """Return the states [T, hidden] after the layers, on the device, from those before, on host
+        or device; positions [T] are on the CPU. `at`: the first layer's number."""
         segments = [
             segment
             if segment.paths is not None
@@ -146,7 +146,7 @@ def _runs(chosen: Sequence[bool]) -> Iterator[Sequence[int]]:
 
 
 def _is_ours(layer: object, plan: LayerPlan) -> bool:
-    """Return whether functions of ours compute a layer, in shapes that are fixed."""
+    """Return whether our functions compute a layer in fixed shapes."""
     return (
         isinstance(layer, SettledLayer)
         and not any(isinstance(matrix, Matrix) for matrix in layer.matrices.values())

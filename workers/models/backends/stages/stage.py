@@ -41,7 +41,7 @@ class StagedPass:
     inputs: Tensor | None = None  # the layers' own inputs [rows, width of all]; None: none
 
     def use_inputs(self, inputs: Tensor) -> None:
-        """Have layers with their own inputs read them from these."""
+        """Set the separate inputs of layers."""
         self.inputs = inputs
 
     def inputs_of(self, rows: slice) -> Tensor | None:
@@ -49,7 +49,7 @@ class StagedPass:
         return None if self.inputs is None else self.inputs[rows]
 
     def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Sequence[Segment]]]:
-        """Yield the rows of a stage some at a time: which rows, and their segments."""
+        """Yield the rows of a stage in parts: which rows, and their segments."""
         segments = [
             replace(segment, cache=part_of(segment.cache, stage)) for segment in self.segments
         ]
@@ -84,7 +84,7 @@ def chunks_of(segments: Sequence[Segment], chunk: int) -> Iterator[tuple[slice, 
 
 
 class StagedCache:
-    """A session's keys and values, stored where each stage computes."""
+    """A session's keys and values, stored on the device of each stage."""
 
     def __init__(self, parts: Sequence[Cache]) -> None:
         self.parts = parts
@@ -152,7 +152,7 @@ class Ring:
         """Yield the number of a blob's buffer and the blob in it, for use within the block."""
         while (
             self._turn % len(self._blobs) != blob
-        ):  # a pass that failed half-way left the ring where it was
+        ):  # a pass that failed half-way left the ring unchanged
             self._move_on()
         slot = self._turn % len(self._buffers)
         self._transfer.wait(self._filled[slot])
@@ -179,7 +179,7 @@ class Ring:
 
 
 class Stage:
-    """Some layers in a row on one device."""
+    """Some consecutive layers on one device."""
 
     def __init__(self, number: int, first: int, engine: Engine, transfer: Transfer | None) -> None:
         """`transfer`: of a device next to the CPU."""
@@ -268,7 +268,7 @@ class Stage:
         return states.to(self.engine.device)
 
     def _parts(self, seen: StagedPass) -> list[tuple[slice, Any]]:
-        """Return the rows of a pass, some at a time, as the layers take them."""
+        """Return the rows of a pass in parts, for the layers."""
         return [
             (rows, self.engine.see(seen.positions[rows], segments, seen.inputs_of(rows)))
             for rows, segments in seen.parts(self._number, self.engine.chunk)
@@ -337,7 +337,7 @@ class PromptReader:
         return layout.take(plan)
 
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
-        """states [T, hidden] of the first T rows of a session, as they arrived on the CPU."""
+        """states [T, hidden] of the first T rows of a session, once they are on the CPU."""
         (segment,) = seen.segments
         cache = part_of(segment.cache, 0)
         assert isinstance(cache, BlockedCache)
