@@ -791,7 +791,7 @@ def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Pa
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -2.0},
             "rope.scaling.factor is -2.0, no positive",
         ),
-        ({"llama.embedding_length": "wide"}, "is wide, not a whole number"),
+        ({"llama.embedding_length": "wide"}, "is wide, no whole number"),
         ({"llama.context_length": [-1, -1]}, "context_length is -1, no number from 0"),
         ({"tokenizer.ggml.pre": "new-splitting"}, "is 'new-splitting' and not known here"),
         ({"tokenizer.ggml.pre": None}, "is missing and not known here"),

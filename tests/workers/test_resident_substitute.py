@@ -154,8 +154,8 @@ def test_what_is_not_described_is_the_librarys_and_that_is_said(
     assert model.backend == "library"
     reason = {
         "not built": "not built",
-        "not described": "the C++ kernels cannot compute it: none of the families that are "
-        "described here has that name",
+        "not described": "the C++ kernels cannot compute it: no family with that name is "
+        "described here",
         "stumbles": "the kernels' layers cannot be computed on pretended:0: RuntimeError: a line "
         "stumbles",
     }[why]

@@ -49,8 +49,7 @@ class Masks:
     def make(
         self, place: int, reach: Reach, slots: int, parts: Sequence[tuple[int, Tensor]]
     ) -> Tensor:
-        """Return [groups * count, slots], zero except for `parts`: first column and its [count,
-        K]."""
+        """Return [groups * count, slots], zero except in `parts`: first column, [count, K]."""
         rows = self.groups * parts[0][1].shape[0]
         kept, written = self._kept.get((place, reach), (None, []))
         if kept is None or kept.shape[0] < rows or kept.shape[1] < slots:

@@ -22,8 +22,7 @@ CACHE_NAMES = {torch.float32: "fp32", torch.float16: "half", torch.bfloat16: "ha
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values in a cache's type, rounded like the kernels: to nearest even,
-    clamped."""
+    """Return keys or values in a cache's type, rounded as by the kernels: half to even, clamped."""
     if dtype != HALF or numbers.dtype == HALF:
         return numbers.to(dtype)
     largest = torch.finfo(HALF).max

@@ -107,8 +107,7 @@ class BlockedCache(SlotCache):
         return replace(self.shared, rows=min(length // LANES * LANES, self.shared.rows))
 
     def _begin_with(self, shared: SharedRows | None, length: int, capacity: int) -> None:
-        """Begin with these shared rows; the rest of the first `length` move to the cache's own
-        memory."""
+        """Begin with these shared rows; the rest of the first `length` move to own memory."""
         first = 0 if shared is None else shared.rows
         self.keys, self.values = self._copy(first, length, with_room(capacity))
         self.shared = shared
@@ -132,8 +131,7 @@ class BlockedCache(SlotCache):
     def _stretches(
         self, start: int, stop: int
     ) -> Iterator[tuple[int, int, list[tuple[Tensor, Tensor]]]]:
-        """Yield the locations of slots `start` to `stop` - 1: first, end, and views from the first
-        on."""
+        """Yield places of slots `start` to `stop` - 1: first, end, and views from the first on."""
         if self.shared is not None and start < min(stop, self.first):
             yield (
                 start,
@@ -282,9 +280,7 @@ class CacheLayout:
     """Assigns places to layers, one after the other."""
 
     def __init__(self) -> None:
-        self.plans: list[
-            LayerPlan
-        ] = []  # the layers in their places, except those that read others' keys
+        self.plans: list[LayerPlan] = []  # the layers in their places, without readers of others
         self._places: dict[int, LayerPlan] = {}  # by the number of a layer in its model
 
     def take(self, plan: LayerPlan) -> LayerPlan:

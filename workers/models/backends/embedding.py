@@ -34,8 +34,7 @@ PROVED_ROWS = 8  # rows for comparing the packed projection with the checkpoint'
 
 
 def share_table(model: Any, head: nn.Linear, matrix: PackedMatrix) -> None:
-    """Look tokens up in the packed head if it is also their table; `UnsupportedError` if it
-    differs."""
+    """Look tokens up in a packed head that is their table; `UnsupportedError` if it differs."""
     table = model.get_input_embeddings()
     held: nn.Module
     if isinstance(table, BlockEmbedding):

@@ -326,8 +326,7 @@ class Kernels:
 
     @torch.inference_mode()
     def _nothing_else(self) -> bool:
-        """Return whether the direct way gives transformers' bytes, as it does without embedded
-        positions."""
+        """Return whether the direct way gives transformers' bytes; not with embedded positions."""
         asked, seen = self._rows_over(self._cache)
         if self._inputs is not None:
             seen.use_inputs(self._inputs(asked.tokens))

@@ -30,8 +30,7 @@ Product = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out], both fp32
 
 LEAST_ROWS = 4  # fewer rows are padded: oneDNN is slower for 1 to 3 (7B, Zen 4: 54 ms, 40 ms)
 BATCH_HINT = 16
-"""Rows for which a layout is made: 4 to 64 are alike for oneDNN, 1 is slow; MKL takes one
-number."""
+"""Rows of a layout: 4 to 64 are alike for oneDNN, 1 is slow; MKL takes one number."""
 EXACT, HALF_ROUNDED, TENSOR_ROUNDED = 1e-5, 2e-2, 5e-2
 """Largest accepted difference to torch's linear: fp32 gives 1e-6, bf16 rows 5e-3, int8 1e-2."""
 

@@ -89,9 +89,7 @@ def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
     names."""
     if (named := content.get("transformers_weights")) is not None:
         key = f"transformers_weights is {str(named)[:100]!r}"
-        raise CheckpointError(
-            f"{file} names other weights ({key}), which are not read; remove that key"
-        )
+        raise CheckpointError(f"{file} names other weights ({key}), which are ignored; remove it")
     refuse_scheme(content, file.parent)
 
 
@@ -152,9 +150,7 @@ def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
         if number is not None and (
             not isinstance(number, int) or isinstance(number, bool) or number < 1
         ):
-            raise CheckpointError(
-                f"{file}: {name} is {shown(number)}, not a whole number of at least 1"
-            )
+            raise CheckpointError(f"{file}: {name} is {shown(number)}, not a whole number >= 1")
     for what, name in ((what, name) for what, names in LISTED.items() for name in names):
         number = content.get(name)
         if isinstance(number, int) and number > MOST_LISTED:

@@ -170,8 +170,7 @@ def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
-    """Return all tensors of a file written by `save_tensors`; `CheckpointError` if it is
-    incomplete."""
+    """Return all tensors of a file of `save_tensors`; `CheckpointError` if it is incomplete."""
     try:
         tensors: dict[str, Tensor] = load_file(file)
     except (SafetensorError, OSError) as error:

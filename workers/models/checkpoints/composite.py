@@ -1,7 +1,6 @@
-"""The language model within a checkpoint of several parts: its configuration, and its tensors under
-their names in a separate model. Only kinds that compute the same alone are listed, which a test
-checks: not PaliGemma, whose prompts are bidirectional, nor Aya Vision, whose logits are not
-scaled."""
+"""The language model within a checkpoint of several parts: its configuration, and its tensors by
+their usual names. Only kinds that compute the same alone are listed, which a test checks: not
+PaliGemma, whose prompts are bidirectional, nor Aya Vision, whose logits are not scaled."""
 
 import re
 from collections.abc import Mapping

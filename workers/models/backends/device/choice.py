@@ -146,10 +146,7 @@ class Products:
             known = found
         ours, torchs = json.loads(known)
         if isinstance(torchs, str):
-            return (
-                True,
-                f"{said_in_ms(ours)} ms for {rows} rows, and torch has no such function ({torchs})",
-            )
+            return True, f"{said_in_ms(ours)} ms for {rows} rows, torch cannot do it ({torchs})"
         said = f"{said_in_ms(ours)} ms for {rows} rows, torch's {said_in_ms(torchs)}"
         return sum(ours) <= sum(torchs), said
 

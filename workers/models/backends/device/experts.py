@@ -28,8 +28,7 @@ class HostExperts:
         self._layer = DecoderLayer(plan)
 
     def begin(self, x: Tensor, _multiply: Multiply) -> Callable[[], Tensor]:
-        """Start computing the experts of an input [T, hidden]; return a function for their
-        outputs."""
+        """Start on an input [T, hidden] of the experts; return a function for their outputs."""
         rows = x.cpu().contiguous()
         return lambda: mix(self._layer.struct, rows).to(x.device)
 

@@ -362,8 +362,7 @@ def passes_of(
 def captured(
     cache: ArenaCache, form: Form, run: Callable[[], ResultT], capture: Capture, *, placed: bool
 ) -> Callable[[], ResultT]:
-    """Return a function that replays a pass: over one cache's memory, or, if `placed`, over any
-    rows."""
+    """Return a function that replays a pass: over one cache or, if `placed`, over any rows."""
     if placed:
         return capture(run)
     last = form.slots - 1  # written by all rows during a capture

@@ -66,8 +66,7 @@ BLOCKS = (
     ThreadBlock(1, 2, 2, 8, 64),
     ThreadBlock(1, 2, 4, 8, 64),
 )
-"""The smallest block that holds all rows, or the largest repeatedly; narrow if that uses all
-processors."""
+"""The smallest block for all rows, or the largest repeatedly; narrow to use all processors."""
 WIDE = ThreadBlock(3, 1, 1, 4, 64)  # of few rows if every multiprocessor has `ENOUGH` of them
 ENOUGH = 2
 
