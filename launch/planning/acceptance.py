@@ -93,15 +93,13 @@ def read_about(path: Path) -> About:
     try:
         return About.model_validate_json((path / ABOUT).read_bytes())
     except OSError:
-        raise UserError(
-            f"{path} is not a recording: make one with `python tests/simulation record "
-            f"--prompts FILE --out {path}` in a checkout"
-        ) from None
+        remedy = f"python tests/simulation record --prompts FILE --out {path}"
+        why = f"{path} is not a recording: make one with `{remedy}` in a checkout"
+        raise UserError(why) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise UserError(
-            f"{path / ABOUT} is damaged or of another version ({first['msg']})"
-        ) from None
+        why = f"is damaged or of another version ({first['msg']})"
+        raise UserError(f"{path / ABOUT} {why}") from None
 
 
 def read_library(path: Path, limit: int | None = None) -> Library:
@@ -187,11 +185,8 @@ def published(kind: str, blocks: int = 1) -> Published:
     if kind not in KINDS:
         return PUBLISHED[kind]
     figures = figures_of(kind)
-    return Published(
-        figures.tokens[min(blocks, len(figures.tokens)) - 1],
-        Tree(*figures.tree),
-        figures.source.format(blocks=blocks),
-    )
+    tokens, tree = figures.tokens[min(blocks, len(figures.tokens)) - 1], Tree(*figures.tree)
+    return Published(tokens, tree, figures.source.format(blocks=blocks))
 
 
 def figures_of(kind: str) -> Figures:
@@ -216,11 +211,8 @@ class Assumed:
         low, high = 0.0, 1.0
         for _ in range(STEPS):
             middle = (low + high) / 2
-            low, high = (
-                (middle, high)
-                if _brought(middle, source.decay, source.tree) < source.tokens
-                else (low, middle)
-            )
+            less = _brought(middle, source.decay, source.tree) < source.tokens
+            low, high = (middle, high) if less else (low, middle)
         return cls(
             low,
             source.decay,

@@ -117,9 +117,8 @@ def _with_draft(
     try:
         found = [*drafts_there(configuration, folder)]
         if found:
-            return _best(
-                configuration, [*found, *_reader(configuration, folder).read([LOOKUP])], say
-            )
+            found += _reader(configuration, folder).read([LOOKUP])
+            return _best(configuration, found, say)
     except UserError as error:
         return _lookup(configuration, f"no plan can be made of the target ({error})")
     return _lookup(configuration, "there is no head of the target and no smaller model")
@@ -175,11 +174,12 @@ def drafts_there(configuration: Configuration, target: Path) -> "Iterator[Candid
             if vocabulary != design.vocabulary and hidden != design.hidden:
                 continue
             for candidate in reader.read([str(folder)]):
-                if candidate.kind != "small" or (
-                    SMALLER * design_of(own, folder).parameters <= design.parameters
-                    and _vocabulary(folder) == _vocabulary(target)
-                ):
-                    yield candidate
+                if candidate.kind == "small":
+                    if SMALLER * design_of(own, folder).parameters > design.parameters:
+                        continue
+                    if _vocabulary(folder) != _vocabulary(target):
+                        continue
+                yield candidate
 
 
 def _size(folder: Path) -> tuple[Any, Any]:

@@ -128,9 +128,8 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError:
-        raise CheckpointError(
-            f"the {what} {folder} has no config.json: name a folder that has one, or a hub id"
-        ) from None
+        why = f"the {what} {folder} has no config.json"
+        raise CheckpointError(f"{why}: name a folder that has one, or a hub id") from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{folder / 'config.json'} is not JSON") from None
     config = text_part(config) if isinstance(config, dict) else config
@@ -352,11 +351,8 @@ def substitute_size(target: Design, bits: int, weights: str, cache: str = "fp32"
     layer_bytes = round(target.block * (bits + GROUP_BITS) / 8)
     own = "int8" if weights in (FILE, INT4) else weights
     shared = partial(coded_bytes, sizes_of(target.config, own, cache), own, bits)
-    beside = (
-        substitute_bytes(sizes_of(target.config, "half"), bits, DEVICE)
-        - target.layers * layer_bytes
-        - target.head * HALF
-    )
-    return DraftSize(
-        target.layers, target.block, target.head, layer_bytes, target.head * HALF, beside, shared
-    )
+    head_bytes = target.head * HALF
+    whole = substitute_bytes(sizes_of(target.config, "half"), bits, DEVICE)
+    beside = whole - target.layers * layer_bytes - head_bytes
+    sizes = (target.layers, target.block, target.head, layer_bytes, head_bytes, beside)
+    return DraftSize(*sizes, shared)

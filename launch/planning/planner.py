@@ -415,11 +415,8 @@ class Planner:
 
     def split(self) -> Places:
         """Return placements with the last layers and the head resident on the device."""
-        return (
-            [(n, n) for n in range(1, self.target.layers)]
-            if self.machine.host is not None and self.machine.device is not None
-            else []
-        )
+        able = self.machine.host is not None and self.machine.device is not None
+        return [(n, n) for n in range(1, self.target.layers)] if able else []
 
     def streamed(self) -> Places:
         """Return placements with all layers on the device, some streamed; one or two would save
@@ -441,15 +438,13 @@ class Planner:
     def best(self, places: Places, drafts: Iterable[Draft | None]) -> Option | None:
         """Return the fastest option within the limits; None if there is none. Of equally fast ones,
         the one that uses less device memory."""
-        found = [option for draft in drafts for option in self._options(places, draft)]
-        return max(
-            found, key=lambda option: (option.tokens_per_s, -option.device_bytes), default=None
-        )
+        found = (option for draft in drafts for option in self._options(places, draft))
+        return max(found, key=lambda one: (one.tokens_per_s, -one.device_bytes), default=None)
 
     def _options(self, places: Places, draft: Draft | None) -> Iterator[Option]:
-        trees: Sequence[tuple[Tree | None, float]] = (
-            [(None, 1.0)] if draft is None else [(tree, draft.tokens(tree)) for tree in draft.trees]
-        )
+        trees: Sequence[tuple[Tree | None, float]] = [(None, 1.0)]
+        if draft is not None:
+            trees = [(tree, draft.tokens(tree)) for tree in draft.trees]
         for computed, resident in self._worthwhile(places, draft):
             for tree, tokens in trees:
                 yield self.option(computed, resident, draft, tree, tokens)
@@ -457,11 +452,7 @@ class Planner:
     def _worthwhile(self, places: Places, draft: Draft | None) -> Iterator[tuple[int, int]]:
         """Yield the placements within the limits, for each split the one with the most resident
         layers."""
-        fitting = [
-            (computed, resident)
-            for computed, resident in places
-            if self._fits(computed, resident, draft)
-        ]
+        fitting = [place for place in places if self._fits(*place, draft)]
         yield from fitting if draft is not None and draft.shares else dict(sorted(fitting)).items()
 
     def _fits(self, computed: int, resident: int, draft: Draft | None) -> bool:
@@ -475,9 +466,8 @@ class Planner:
         return own + (draft.device_bytes(resident) if draft is not None else 0)
 
     def _host_bytes(self, computed: int, resident: int, draft: Draft | None) -> int:
-        return (draft.host_bytes if draft is not None else 0) + self.target.host_bytes(
-            computed, resident
-        )
+        own = self.target.host_bytes(computed, resident)
+        return own + (draft.host_bytes if draft is not None else 0)
 
     def option(
         self,
@@ -518,16 +508,11 @@ class Planner:
         machine = self.machine
         head = machine.device if computed else machine.host
         assert head is not None
-        cpu_s = (
-            0.0
-            if computed == self.target.layers or machine.host is None
-            else (self.target.layers - computed) * machine.host.layer_s(rows)
-        )
-        computing_s = (
-            0.0
-            if not computed or machine.device is None
-            else computed * machine.device.layer_s(rows)
-        )
+        cpu_s = computing_s = 0.0
+        if computed < self.target.layers and machine.host is not None:
+            cpu_s = (self.target.layers - computed) * machine.host.layer_s(rows)
+        if computed and machine.device is not None:
+            computing_s = computed * machine.device.layer_s(rows)
         head_s, copy_s = head.head_s(rows), self._copy_s(rows, computed - resident)
         if not copy_s or machine.link is None:
             return cpu_s + computing_s + head_s
@@ -538,11 +523,8 @@ class Planner:
 
     def _copy_s(self, rows: int, streamed: int) -> float:
         """Return the link's seconds in a pass; buffered layers stay in their buffers."""
-        return (
-            streamed * self.machine.link.layer_s(rows)
-            if self.machine.link is not None and streamed > BUFFERS
-            else 0.0
-        )
+        link = self.machine.link
+        return 0.0 if link is None or streamed <= BUFFERS else streamed * link.layer_s(rows)
 
 
 def by_budget(draft: Draft) -> Draft:

@@ -264,15 +264,10 @@ class Subject:
         ready, hardware, origins = ready_of(every), self.hardware, self.machine.origins
         there = {one.candidate.name: one.candidate for one in every if one.draft is not None}
         limits = {"vram_gb": hardware.device_bytes, "ram_gb": hardware.host_bytes}
-        told_of = {name: str(origin) for name, origin in origins.items()}
-        told_of |= {
-            f"a level of the {name}": str(self.levels[name])
-            for name in there
-            if name in self.levels
-        }
-        told_of |= {
-            f"acceptance of the {name}": one.acceptance.origin for name, one in there.items()
-        }
+        said = {name: str(origin) for name, origin in origins.items()}
+        levels = ((name, self.levels[name]) for name in there if name in self.levels)
+        said |= {f"a level of the {name}": str(origin) for name, origin in levels}
+        said |= {f"acceptance of the {name}": one.acceptance.origin for name, one in there.items()}
         read, link, layer = self.read_bytes, self.machine.link, self.target.layer
         return {
             "machine": hardware.title,
@@ -286,7 +281,7 @@ class Subject:
             "parameters": self.design.parameters,
             "active_parameters": self.design.active,
             "limits": {name: size and size / 1e9 for name, size in limits.items()},
-            "origins": told_of,
+            "origins": said,
             "measurable": self._measurable(),
             "uncalibrated": self.here is not None and any(o.estimated for o in origins.values()),
             "alternatives": rows,

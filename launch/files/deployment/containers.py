@@ -43,17 +43,12 @@ FOLDER = Path(__file__).with_name("templates")
 
 def text(name: str, /, **facts: Any) -> str:
     """Render a template with these values; functions among them are filters, too."""
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    trimmed: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    loader = FileSystemLoader(FOLDER)
+    environment = Environment(loader=loader, undefined=StrictUndefined, **trimmed)
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    environment.filters |= {"quote": quote} | {
-        name: fact for name, fact in facts.items() if callable(fact)
-    }
+    environment.filters |= {name: fact for name, fact in facts.items() if callable(fact)}
+    environment.filters["quote"] = quote
     return environment.get_template(name).render(facts)
 
 
@@ -150,16 +145,9 @@ def parts_of(configuration: Configuration, there: Destination) -> list[DeployedP
     parts = []
     for name, command, place in commands:
         keys = [f"--coordinator.keys={there.keys(name)}"] if tcp else []
-        parts.append(
-            DeployedProcess(
-                name,
-                (*_moved(command, there), *keys),
-                place,
-                memory_limit(settings, name),
-                _may_use_gpu(settings, name),
-                tuple(_models(settings, name)),
-            )
-        )
+        about = memory_limit(settings, name), _may_use_gpu(settings, name)
+        arguments, models = (*_moved(command, there), *keys), tuple(_models(settings, name))
+        parts.append(DeployedProcess(name, arguments, place, *about, models))
     return parts
 
 
@@ -294,20 +282,15 @@ def compose_file(configuration: Configuration) -> str:
     """Return the compose file. `UserError` for a model that is not here or a configured address;
     `SettingsError` and `KeysError` for existing keys that would be refused."""
     if (listen := configuration.settings.coordinator.listen) != "ipc":
-        raise UserError(
-            f"coordinator.listen = {listen!r}: the containers use their own socket; leave it out"
-        )
+        why = "the containers use their own socket; leave it out"
+        raise UserError(f"coordinator.listen = {listen!r}: {why}")
     asked = configuration.settings.http
     keys = str(Path(asked.api_key_file or "api-keys").expanduser())
     keys = keys if asked.api_key_file else f"./{keys}"
     check_api_keys(Path(keys))
     configuration = listening(settled(configuration), f"{SECRETS}/api-keys")
-    there = Destination(
-        address=f"ipc://{SOCKET}",
-        listen=f"ipc://{SOCKET}",
-        keys=lambda _: SECRETS,
-        model=in_container,
-    )
+    address = f"ipc://{SOCKET}"
+    there = Destination(address, address, lambda _: SECRETS, in_container)
     return documents(
         "compose.yaml",
         literal=lambda text: text.replace("$", "$$"),  # no variable is replaced
@@ -347,13 +330,8 @@ def kubernetes_manifest(configuration: Configuration) -> str:
     api_keys = Path(asked).expanduser() if asked else folder / "api-keys"
     check_api_keys(api_keys)
     configuration = listening(settled(configuration), f"{RUN}/http/api-keys")
-    there = Destination(
-        address=f"tcp://{LEADER}:{PORT}",
-        listen=LISTEN,
-        keys=lambda name: f"{RUN}/{name}",
-        model=in_container,
-        bound=False,
-    )
+    address = f"tcp://{LEADER}:{PORT}"
+    there = Destination(address, LISTEN, lambda name: f"{RUN}/{name}", in_container, bound=False)
     parts = parts_of(configuration, there)
     return documents(
         "kubernetes.yaml",

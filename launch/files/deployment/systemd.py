@@ -54,28 +54,21 @@ def systemd_units(configuration: Configuration) -> dict[str, str]:
     listen = settings.coordinator.listen
     tcp = listen.startswith("tcp://")
     if not tcp and listen not in ("ipc", SOCKET):
-        raise UserError(
-            f"coordinator.listen = {listen!r}: leave it out ({SOCKET} is used), or write "
-            "tcp://HOST:PORT"
-        )
+        remedy = f"leave it out ({SOCKET} is used), or write tcp://HOST:PORT"
+        raise UserError(f"coordinator.listen = {listen!r}: {remedy}")
     if settings.http.port < (least := _least_port()):
         raise UserError(
             f"http.port = {settings.http.port}: ports below {least} are root's; choose a higher "
             "one, or lower net.ipv4.ip_unprivileged_port_start"
         )
     if settings.http.api_key_file:
-        configuration = configuration.over(
-            "the unit", {"http.api_key_file": "/run/dovetail-http/api-keys"}
-        )
+        own = {"http.api_key_file": "/run/dovetail-http/api-keys"}
+        configuration = configuration.over("the unit", own)
     configuration = keeping(configuration, "the unit", STATE)
     for anywhere in ("//0.0.0.0:", "//[::]:", "//*:"):
         listen = listen.replace(anywhere, "//127.0.0.1:")
-    there = Destination(
-        address=listen if tcp else SOCKET,
-        listen=settings.coordinator.listen if tcp else SOCKET,
-        keys=lambda name: f"/run/{_unit(name)}/keys",
-        model=str,
-    )
+    addresses = (listen, settings.coordinator.listen) if tcp else (SOCKET, SOCKET)
+    there = Destination(*addresses, lambda name: f"/run/{_unit(name)}/keys", str)
     parts = parts_of(configuration, there)
     for model in sorted({model for part in parts for model in part.models}):
         _check_readable(model)
@@ -198,17 +191,13 @@ def _keys(part: DeployedProcess, settings: Settings) -> Iterator[str]:
     if not copies:
         return
     own = _unit(part.name)
-    if part.name == "coordinator":
-        yield f"RuntimeDirectory={own}"
-    else:
-        yield from (f"RuntimeDirectory={own}", "RuntimeDirectoryMode=0700")
+    yield f"RuntimeDirectory={own}"
+    if part.name != "coordinator":
+        yield "RuntimeDirectoryMode=0700"
     for below in dict.fromkeys(below for _, below in copies):
         names = " ".join(f"%d/{name}" for name, at in copies if at == below)
-        yield (
-            f"ExecStartPre=/usr/bin/install -D -m 0400 -t /run/{own}{below} {names}"
-            if below
-            else f"ExecStartPre=/usr/bin/install -m 0400 -t /run/{own} {names}"
-        )
+        made = "-D " if below else ""
+        yield f"ExecStartPre=/usr/bin/install {made}-m 0400 -t /run/{own}{below} {names}"
 
 
 def program() -> list[str]:

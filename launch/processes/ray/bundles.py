@@ -61,22 +61,15 @@ def bundles_of(
     """The bundles of one replica, the coordinator's first; `here`: the id of the node on which the
     service is started."""
     wished, labels = node_wishes(settings.ray.coordinator)
-    found = [
-        Bundle(
-            COORDINATOR,
-            _reserved({MEMORY: LEAST_BYTES, **wished}),
-            labels if settings.ray.coordinator else {NODE_ID: here},
-            "ray.coordinator",
-        )
-    ]
+    labels = labels if settings.ray.coordinator else {NODE_ID: here}
+    reserved = _reserved({MEMORY: LEAST_BYTES, **wished})
+    found = [Bundle(COORDINATOR, reserved, labels, "ray.coordinator")]
     cores = _cores(settings, [*workers.values()], nodes)
     for name, role in workers.items():
         section = "draft" if role == "draft" else "target"
         wished, labels = node_wishes(getattr(settings.ray, section))
-        automatic = {
-            CPU: float(cores[section]),
-            MEMORY: max(LEAST_BYTES, float(needed_bytes(settings, role))),
-        }
+        memory = max(LEAST_BYTES, float(needed_bytes(settings, role)))
+        automatic = {CPU: float(cores[section]), MEMORY: memory}
         if _wants_gpu(settings, role, nodes):
             automatic[GPU] = 1.0
         resources = _reserved({**automatic, **wished})
@@ -148,12 +141,8 @@ def _listed(node: ClusterNode) -> str:
         + (f" ({_amount(name, free)} free)" if (free := node.free.get(name, 0.0)) < value else "")
         for name, value in own.items()
     ]
-    labels = [
-        f"label:{key}={value}"
-        for key, value in node.labels.items()
-        if not key.startswith("ray.io/")
-    ]
-    return ", ".join([*wishes, *labels]) or "nothing"
+    labels = [(key, value) for key, value in node.labels.items() if not key.startswith("ray.io/")]
+    return ", ".join([*wishes, *(f"label:{key}={value}" for key, value in labels)]) or "nothing"
 
 
 def _amount(name: str, value: float) -> str:

@@ -50,10 +50,8 @@ class Cluster:
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(
-                f"ray.address = {address!r}: cannot join ({why}): run `ray start --address "
-                "HOST:PORT` here first"
-            ) from None
+            remedy = "run `ray start --address HOST:PORT` here first"
+            raise UserError(f"ray.address = {address!r}: cannot join ({why}): {remedy}") from None
         self.here: str = ray.get_runtime_context().get_node_id()
         """The id of the node on which this process runs."""
 
@@ -187,16 +185,13 @@ def _check(address: str) -> None:
     if address in ("", "auto"):
         return
     if "://" in address:
-        raise UserError(
-            f"ray.address = {address!r} is not HOST:PORT: Ray's client (ray://) is not used"
-        )
+        why = "is not HOST:PORT: Ray's client (ray://) is not used"
+        raise UserError(f"ray.address = {address!r} {why}")
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"ray.address = {address!r} is not HOST:PORT: write one, or auto")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        raise UserError(
-            f"ray.address = {address!r}: no answer ({error}): run `ray start --head` there, or "
-            "leave it out"
-        ) from None
+        remedy = "run `ray start --head` there, or leave it out"
+        raise UserError(f"ray.address = {address!r}: no answer ({error}): {remedy}") from None

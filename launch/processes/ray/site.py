@@ -93,10 +93,8 @@ class RaySite:
         nodes = self._reservation.nodes()
         self._near = nodes[0] == self._cluster.here
         if not self._near and not self._settings.http.api_key_file:
-            raise UserError(
-                "ray.coordinator puts the HTTP API on another machine, which requires "
-                "http.api_key_file"
-            )
+            why = "ray.coordinator puts the HTTP API on another machine"
+            raise UserError(f"{why}, which requires http.api_key_file")
         if {*nodes} != {self._cluster.here}:
             self.keys = self._take_keys()
         for name in (COORDINATOR, HTTP, *self.workers):
@@ -151,10 +149,8 @@ class RaySite:
         self._supervisor.mind()
         if self._cluster.gone:
             lost = ", the ".join([COORDINATOR, HTTP, *self.workers])
-            raise SiteLost(
-                "the Ray cluster of this command was lost (raylet has ended), and with it the "
-                f"{lost}"
-            )
+            why = "the Ray cluster of this command was lost (raylet has ended)"
+            raise SiteLost(f"{why}, and with it the {lost}")
         if now_s >= self._mind_s:
             self._mind_s = now_s + LOOK_EVERY_S
             for part in self._parts:
