@@ -50,13 +50,9 @@ OTHER = "other arithmetic"  # the name of a difference to an engine that compute
 
 
 def show(result: Mapping[str, Any]) -> None:
-    differing = [
-        (told["method"], told["prompts"], told["temperature"]) for told in result["differences"]
-    ]
-    rows = [
-        _line(told, passes, differing)
-        for told, passes in zip(result["rows"], result["passes"], strict=True)
-    ]
+    differing = [tuple(told[name] for name in KEYS_OF) for told in result["differences"]]
+    both = zip(result["rows"], result["passes"], strict=True)
+    rows = [_line(told, passes, differing) for told, passes in both]
     print_table(tuple(COLUMNS), rows, keys=KEYS, whole=True)
     show_notes(result)
 
@@ -67,18 +63,14 @@ def show_notes(result: Mapping[str, Any]) -> None:
         if told["draft_failures"]:
             where, first = f"{told['method']} {_at(told)}", told["draft_failure"]
             replies = counted(told["draft_failures"], "reply", "replies")
-            note(
-                f"FAILED: the draft of {where} in {replies}, first in round {first['round']}: "
-                f"{printable(first['error'])}"
-            )
+            why = f"first in round {first['round']}: {printable(first['error'])}"
+            note(f"FAILED: the draft of {where} in {replies}, {why}")
     _note_prompts(result["prompts"])
     _note_peers(result)
     for told in result["medians"]:
         if told["method"] != NONE:
-            note(
-                f"{told['method']} T {told['temperature']:g}: speed-up {told['speedup']:.2f} "
-                f"on the median of {told['sets']} sets"
-            )
+            what = f"{told['method']} T {told['temperature']:g}: speed-up {told['speedup']:.2f}"
+            note(f"{what} on the median of {told['sets']} sets")
     for told in result["differences"]:
         kind = "near-tie" if told["near_tie"] else "DIFFERS" if told["exact"] else OTHER
         where = f"{told['method']} {_at(told)} {told['id']} at token {told['position']}"
@@ -88,7 +80,7 @@ def show_notes(result: Mapping[str, Any]) -> None:
 def _line(
     told: Mapping[str, Any], passes: Mapping[str, Any], differing: Sequence[tuple[Any, ...]]
 ) -> tuple[object, ...]:
-    where = (told["method"], told["prompts"], told["temperature"])
+    where = tuple(told[name] for name in KEYS_OF)
     rows = told["verified_tokens"] / told["calls"] if told["calls"] else None
     shares = (f"{told['draft_share']:.0%}", f"{told['verify_share']:.0%}")
     costs = (number(passes["ratio"], 2), number(rows, 1), *shares)
@@ -133,11 +125,8 @@ def _note_peers(result: Mapping[str, Any]) -> None:
     for told in result["peers"]:
         if told["best"]:
             same = [peer for peer in result["peers"] if all(peer[n] == told[n] for n in KEYS_OF)]
-            slower = "".join(
-                f" (with {peer['threads']}: {peer['tokens_per_s']:.1f} tokens/s)"
-                for peer in same
-                if not peer["best"]
-            )
+            others = [(peer["threads"], peer["tokens_per_s"]) for peer in same if not peer["best"]]
+            slower = "".join(f" (with {n}: {rate:.1f} tokens/s)" for n, rate in others)
             threads = counted(told["threads"], "thread")
             note(f"{told['method']} {_at(told)}: {threads}{slower}")
     for told in result["against"]:

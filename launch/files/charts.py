@@ -24,17 +24,9 @@ WIDTH, HEIGHT = 760, 360  # size of a chart in units of the SVG; letters are 12 
 COLOURS = ("#0b62a4", "#d1495b", "#3a7d44", "#8a5a9e", "#c77f00", "#4d4d4d")
 """Distinct in print and for the colour-blind."""
 INK, PAGE, GRID, AXIS = "#222222", "#ffffff", "#dddddd", "#333333"
-AT_NIGHT = {
-    INK: "#e3e3e3",
-    PAGE: "#16191d",
-    GRID: "#3a3f45",
-    AXIS: "#a3a8ad",
-    **dict(
-        zip(
-            COLOURS, ("#63b3ed", "#ff8896", "#7ccf8a", "#c9a0dc", "#f2b84b", "#c4c4c4"), strict=True
-        )
-    ),
-}
+NIGHT = ("#63b3ed", "#ff8896", "#7ccf8a", "#c9a0dc", "#f2b84b", "#c4c4c4")  # COLOURS at night
+AT_NIGHT = {INK: "#e3e3e3", PAGE: "#16191d", GRID: "#3a3f45", AXIS: "#a3a8ad"}
+AT_NIGHT |= dict(zip(COLOURS, NIGHT, strict=True))
 """Colour -> its replacement on a dark page."""
 ACROSS = 2  # small charts in a line
 PANEL_WIDTH, PANEL_HEIGHT = 400, 270
@@ -103,9 +95,8 @@ def check_chart(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix.lower() != ".svg":
-        raise UserError(
-            f"a plot is an SVG, and {path} does not end in .svg: name {path.with_suffix('.svg')}"
-        )
+        better = path.with_suffix(".svg")
+        raise UserError(f"a plot is an SVG, and {path} does not end in .svg: name {better}")
     check_charts(f"the plot {path}")
 
 
@@ -184,9 +175,8 @@ def heading_lines(title: str, room: float) -> tuple[str, str, float]:
 
 def plain(text: str) -> str:
     """Return the text without characters that XML forbids, which a user's name may contain."""
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
+    other = "\N{REPLACEMENT CHARACTER}"
+    return "".join(letter if letter.isprintable() else other for letter in text)
 
 
 def with_night(svg: str, colours: Mapping[str, str]) -> str:
@@ -221,11 +211,7 @@ def _panel(axes: "Axes", panel: Panel, names: Sequence[str]) -> list[Any]:
     legend."""
     from matplotlib.ticker import MaxNLocator
 
-    heights = [
-        y
-        for curve in panel.curves
-        for y in (*(y for _, y in curve.points), *(high for _, high in curve.band))
-    ]
+    heights = [y for curve in panel.curves for _, y in (*curve.points, *curve.band)]
     most_x = max((x for curve in panel.curves for x, _ in curve.points), default=0.0) or 1.0
     axes.set(
         xlim=(0, most_x),
@@ -239,10 +225,11 @@ def _panel(axes: "Axes", panel: Panel, names: Sequence[str]) -> list[Any]:
     axes.set_axisbelow(True)
     if panel.level is not None:
         axes.axhline(panel.level, color=AXIS, linewidth=1, dashes=(3, 3), gid="level")
-    return [
-        _curve(axes, curve, COLOURS[names.index(curve.name) % len(COLOURS)])
-        for curve in panel.curves
-    ]
+    return [_curve(axes, curve, colour_of(curve.name, names)) for curve in panel.curves]
+
+
+def colour_of(name: str, names: Sequence[str]) -> str:
+    return COLOURS[names.index(name) % len(COLOURS)]
 
 
 def _curve(axes: "Axes", curve: Curve, colour: str) -> Any:
@@ -251,12 +238,8 @@ def _curve(axes: "Axes", curve: Curve, colour: str) -> Any:
         low, high = zip(*curve.band, strict=True)
         axes.fill_between(xs, low, high, color=colour, alpha=0.18, linewidth=0, gid="band")
     look: dict[str, Any] = {"color": colour, "label": plain(curve.name), "clip_on": False}
-    look["gid"] = "curve"
-    if curve.dashed:
-        look |= {"dashes": (3, 2), "linewidth": 2}
-    else:
-        look |= {"marker": "o", "markersize": 4.4, "linewidth": 2}
-    (line,) = axes.plot(xs, ys, **look)
+    look |= {"dashes": (3, 2)} if curve.dashed else {"marker": "o", "markersize": 4.4}
+    (line,) = axes.plot(xs, ys, linewidth=2, gid="curve", **look)
     return line
 
 
@@ -267,9 +250,6 @@ def round_top(most: float) -> float:
     ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(0, most or 1.0)
     return float(next(tick for tick in ticks if tick >= (most or 1.0) * (1 - 1e-9)))
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 BAR, GAP, GROUP = 15, 4, 16
 """Height of a bar, the distance to the next, and the additional space above a group."""
@@ -301,13 +281,12 @@ def draw_bars(
 ) -> str:
     """Return the SVG of groups of bars over a common axis from 0, named `along` with its unit;
     `level` is a value to compare with. `title` as in `draw`."""
-    names = list(dict.fromkeys(bar.name for group in groups for bar in group.bars))
+    every = [bar for group in groups for bar in group.bars]
+    names = list(dict.fromkeys(bar.name for bar in every))
     left = MARGIN + min(LABEL, LETTER * max(map(len, names), default=0)) + 8
     deep = sum(GROUP * 1.5 + GAP + (BAR + GAP) * len(group.bars) for group in groups)
     height = HEAD + deep + FOOT
-    longest = max(
-        [level or 0.0, *(max(bar.value, bar.high or 0.0) for group in groups for bar in group.bars)]
-    )
+    longest = max([level or 0.0, *(max(bar.value, bar.high or 0.0) for bar in every)])
     with drawing(WIDTH, height, layout=None) as (figure, said):
         heading(figure, title)
         size = (left / WIDTH, FOOT / height, (WIDTH - left - VALUE) / WIDTH, deep / height)
@@ -325,7 +304,7 @@ def draw_bars(
             _label(axes, beside, top + 12, group.name, weight="bold")
             top += GROUP + GAP
             for bar in group.bars:
-                _bar(axes, bar, COLOURS[names.index(bar.name) % len(COLOURS)], top + BAR / 2, left)
+                _bar(axes, bar, colour_of(bar.name, names), top + BAR / 2, left)
                 top += BAR + GAP
             top += GROUP / 2
     return said.getvalue()

@@ -71,11 +71,8 @@ def choose_numa(
     if not may_be_sharded(target, topology) or shares or reads:
         return NodeChoice(numa)
     if (times := known_times(target, topology, profile)) is None:
-        return NodeChoice(
-            numa,
-            f"the target is not spread over memory nodes {nodes}: `dovetail calibrate` measures "
-            "whether that is faster",
-        )
+        why = "`dovetail calibrate` measures whether that is faster"
+        return NodeChoice(numa, f"the target is not spread over memory nodes {nodes}: {why}")
     here, there = "on one memory node", f"spread over memory nodes {nodes}"
     if times.sharded_s < times.alone_s:
         return NodeChoice("shard", _measured(times, there, here))
@@ -101,12 +98,9 @@ def choice_of(target: TargetSettings, *, shares: bool = False) -> NodeChoice:
 def layout_for(target: TargetSettings, *, shares: bool = False) -> CoreLayout:
     """Return the places of a target with these settings, its draft and its coordinator on this
     machine. `shares`: target and draft are one process."""
-    return lay_out(
-        read_topology(),
-        numa=choice_of(target, shares=shares).numa,
-        threads=target.threads,
-        target_bytes=estimated_bytes(target),
-    )
+    topology, size = read_topology(), estimated_bytes(target)
+    numa = choice_of(target, shares=shares).numa
+    return lay_out(topology, numa=numa, threads=target.threads, target_bytes=size)
 
 
 def layouts_for(target: TargetSettings) -> tuple[CoreLayout, CoreLayout | None]:

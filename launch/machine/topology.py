@@ -46,9 +46,8 @@ class Topology:
     @property
     def threads(self) -> tuple[int, ...]:
         """Every hardware thread that we may use, ascending."""
-        return tuple(
-            sorted(thread for node in self.nodes for core in node.cores for thread in core)
-        )
+        cores = (core for node in self.nodes for core in node.cores)
+        return tuple(sorted(thread for core in cores for thread in core))
 
 
 def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -> Topology:
@@ -67,9 +66,8 @@ def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -
         if path.name[4:].isdigit()
     )
     if not folders:  # a kernel without NUMA
-        return Topology(
-            (Node(0, _cores(cpus, usable), _total(root / "proc/meminfo")),), groups.quota()
-        )
+        only = Node(0, _cores(cpus, usable), _total(root / "proc/meminfo"))
+        return Topology((only,), groups.quota())
     nodes = [
         Node(
             number,
@@ -78,21 +76,16 @@ def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -
         )
         for number, folder in folders
     ]
-    return Topology(
-        tuple(node for node in nodes if node.cores or node.memory_bytes), groups.quota()
-    )
+    there = tuple(node for node in nodes if node.cores or node.memory_bytes)
+    return Topology(there, groups.quota())
 
 
 def allowed_memory(root: Path = ROOT) -> frozenset[int] | None:
     """The nodes whose memory this process may use, or None if there is no limit."""
-    said = re.search(
-        r"^Mems_allowed_list:\s*(\S+)$", read_text(root / "proc/self/status"), re.MULTILINE
-    )
-    limits = [
-        limit
-        for limit in (parse_numbers(said[1]) if said else None, ControlGroups(root).nodes())
-        if limit
-    ]
+    status = read_text(root / "proc/self/status")
+    said = re.search(r"^Mems_allowed_list:\s*(\S+)$", status, re.MULTILINE)
+    own = parse_numbers(said[1]) if said else frozenset[int]()
+    limits = [limit for limit in (own, ControlGroups(root).nodes()) if limit]
     return frozenset.intersection(*limits) if limits else None
 
 
@@ -124,13 +117,9 @@ class ControlGroups(GroupFolders):
 
     def _numbers(self, unified: str, first_kind: str) -> frozenset[int]:
         """The innermost group with a limit, which is within those of all outer groups."""
-        files = [
-            *(f / unified for f in self.folders("")),
-            *(f / first_kind for f in self.folders("cpuset")),
-        ]
-        return next(
-            (numbers for file in files if (numbers := parse_numbers(read_text(file)))), frozenset()
-        )
+        files = [folder / unified for folder in self.folders("")]
+        files += [folder / first_kind for folder in self.folders("cpuset")]
+        return next(filter(None, (parse_numbers(read_text(file)) for file in files)), frozenset())
 
 
 def parse_numbers(text: str) -> frozenset[int]:
@@ -261,9 +250,8 @@ class Linux:
     def _call(self, mode: int, nodes: Sequence[int]) -> None:
         number = SET_MEMPOLICY.get(platform.machine())
         if number is None or LONG_BITS != 64:
-            raise OSError(
-                errno.ENOSYS, f"the system call's number on {platform.machine()} is not known"
-            )
+            why = f"the system call's number on {platform.machine()} is not known"
+            raise OSError(errno.ENOSYS, why)
         mask, bits = _mask(nodes)
         if ctypes.CDLL(None, use_errno=True).syscall(number, mode, mask, bits) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -283,11 +271,8 @@ def bind(place: Place, system: System | None = None) -> Binding:
     try:
         system.set_memory_policy(MPOL_BIND if one_each else MPOL_INTERLEAVE, place.nodes)
     except OSError as error:
-        return Binding(
-            "cores",
-            place,
-            f"set_mempolicy refused node {format_numbers(place.nodes)}: {error.strerror}",
-        )
+        why = f"set_mempolicy refused node {format_numbers(place.nodes)}: {error.strerror}"
+        return Binding("cores", place, why)
     return Binding("full", place)
 
 

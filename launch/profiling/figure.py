@@ -45,13 +45,8 @@ WAITS = {
     "transport": "waits for a message",
     "no work": "no work",
 }
-OF_A_ROUND = dict(
-    zip(
-        PARTS,
-        ("draft works", "target works", "messages", "queue", "coordinator works"),
-        strict=True,
-    )
-)
+LOOKS_OF_PARTS = ("draft works", "target works", "messages", "queue", "coordinator works")
+OF_A_ROUND = dict(zip(PARTS, LOOKS_OF_PARTS, strict=True))
 
 Bar = tuple[str, Sequence[tuple[str, float]]]  # a name, and (look, share) from left to right
 
@@ -81,9 +76,8 @@ def draw(found: Mapping[str, Any]) -> str:
                 left += part
         handles = [_patch(look) for look in shown]
         place = (MARGIN / WIDTH, MARGIN / 2 / height)
-        figure.legend(
-            handles=handles, loc="lower left", bbox_to_anchor=place, ncols=across, borderpad=0
-        )
+        at: Any = {"loc": "lower left", "bbox_to_anchor": place, "borderpad": 0}
+        figure.legend(handles=handles, ncols=across, **at)
     return written.getvalue()
 
 
@@ -94,10 +88,8 @@ def _bars(found: Mapping[str, Any]) -> Iterator[Bar]:
         waits = [(look, device["waiting"].get(cause, 0.0)) for cause, look in WAITS.items()]
         busy = [(works, device["busy"] - device["ahead"]), ("draft works ahead", device["ahead"])]
         where = f", {device['device']}{' ' + device['cores'] if device['cores'] else ''}"
-        yield (
-            f"{name}{where if role != 'coordinator' else ''}: {device['busy']:.0%} busy",
-            [*busy, *waits],
-        )
+        where = where if role != "coordinator" else ""
+        yield f"{name}{where}: {device['busy']:.0%} busy", [*busy, *waits]
     if wall_ms := found["round_wall_ms"]:
         parts = [(look, found["parts_ms"][part] / wall_ms) for part, look in OF_A_ROUND.items()]
         rest = max(0.0, found["unaccounted_share"])

@@ -65,10 +65,8 @@ def cards_of(vendor: str, root: Path = ROOT) -> bool:
     devices = [*(root / DEVICES).glob("*")]
     if any((root / guest).exists() for guest in GUESTS):
         return True
-    found = [(_word(device / "vendor"), _word(device / "class")) for device in devices]
-    return not devices or any(
-        maker == vendor and kind.startswith(CARD_CLASSES) for maker, kind in found
-    )
+    own = (device for device in devices if _word(device / "vendor") == vendor)
+    return not devices or any(_word(one / "class").startswith(CARD_CLASSES) for one in own)
 
 
 def _word(path: Path) -> str:
@@ -104,10 +102,8 @@ class Nvml:
         nvml = self._nvml
         name = nvml.nvmlDeviceGetName(handle)
         busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-        generation, lanes = (
-            self._ask(ask, handle)
-            for ask in (nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth)
-        )
+        generation = self._ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
+        lanes = self._ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
         rate = LANE_GB_S.get(LANES_GT_S.get(generation, 0.0))
         link = rate * lanes if rate is not None and lanes else None
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -151,9 +147,8 @@ class SysfsCards:
             self._idle[name] = now_s, idle_s
             if before is not None and now_s > before[0]:
                 busy = min(1.0, max(0.0, 1.0 - (idle_s - before[1]) / (now_s - before[0])))
-        return CardReading(
-            card.name, busy, card.used_bytes(), card.memory_bytes, card.link_gb_s, card.integrated
-        )
+        sizes = card.used_bytes(), card.memory_bytes, card.link_gb_s
+        return CardReading(card.name, busy, *sizes, card.integrated)
 
 
 class Samplers:

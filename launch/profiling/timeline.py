@@ -34,9 +34,8 @@ class Slice:
     @classmethod
     def of(cls, seen: SeenSpan) -> "Slice":
         name, start, duration = seen.span
-        return cls(
-            seen.process, name, start, start + duration, seen.session, seen.round, seen.shared
-        )
+        about = seen.session, seen.round, seen.shared
+        return cls(seen.process, name, start, start + duration, *about)
 
     @property
     def works(self) -> bool:
@@ -79,10 +78,8 @@ def uses(
 ) -> dict[str, Use]:
     found = {actor.name: Use() for actor in actors}
     for piece in slices:
-        if (
-            piece.process in found
-            and (inside := min(piece.end_ns, end_ns) - max(piece.start_ns, start_ns)) > 0
-        ):
+        inside = min(piece.end_ns, end_ns) - max(piece.start_ns, start_ns)
+        if piece.process in found and inside > 0:
             found[piece.process].by_name_s[piece.name] += inside / NS
     for begin, end, working, waited_for, at_work in _moments(slices, start_ns, end_ns):
         taken = (end - begin) / NS
@@ -171,11 +168,8 @@ def round_ms(slices: Sequence[Slice], rounds: int) -> dict[str, float]:
     for piece in slices:
         if piece.session is not None or piece.shared or piece.name in AHEAD:
             sums[piece.name] += (piece.end_ns - piece.start_ns) / 1e6
-    return (
-        {name: total / rounds for name, total in sorted(sums.items(), key=lambda item: -item[1])}
-        if rounds
-        else {}
-    )
+    largest = sorted(sums.items(), key=lambda item: -item[1])
+    return {name: total / rounds for name, total in largest} if rounds else {}
 
 
 def tokens_of(records: Iterable[RoundRecord]) -> int:
@@ -219,7 +213,6 @@ def split_of(rounds: Sequence[SeenRound]) -> Split | None:
     ]
     if not pairs:
         return None
-    parts = {
-        part: fmean(getattr(two.record, f"{part}_ns") for _, two in pairs) / NS for part in PARTS
-    }
+    records = [two.record for _, two in pairs]
+    parts = {part: fmean(getattr(one, f"{part}_ns") for one in records) / NS for part in PARTS}
     return Split(fmean(two.at_ns - one.at_ns for one, two in pairs) / NS, parts)
