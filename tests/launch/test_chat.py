@@ -261,7 +261,7 @@ def test_retry_says_that_a_reply_will_be_the_same_only_where_it_will(
         Scripted(*[Answer("Hi")] * 4), "Hello.", "/retry", "/temperature 0.8", "/retry", "/retry"
     )
     assert [line for line in told.splitlines() if same in line] == [
-        f"{same}/temperature 0.7 allows another one"
+        f"{same}/temperature 0.7 allows a different one"
     ]
     _, told = talk(
         Scripted(*[Answer("Hi")] * 3),
@@ -376,7 +376,7 @@ def test_in_a_terminal_drafted_tokens_are_coloured_and_the_text_is_the_same(
     person = terminal("--max-tokens", "16", *SPECULATED)
     (expected,) = texts(client, QUESTIONS[:1], 16)
     assert "target demo (fp32)" in person.seen
-    assert "proposed is in \x1b[36mthis colour\x1b[0m" in person.seen
+    assert "proposed by the draft is in \x1b[36mthis colour\x1b[0m" in person.seen
     person.type(QUESTIONS[0] + "\n")
     person.wait_for(r"owl\.\n")
     shown = person.wait_for("you> ")
