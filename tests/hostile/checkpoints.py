@@ -154,12 +154,6 @@ def pickled(path: Path, file: str = "pytorch_model.bin", *, alone: bool = True) 
     (path / file).write_bytes(pickle.dumps({"fc.weight": Payload(path)}))
 
 
-def named_pickle(path: Path) -> None:
-    """Good weights, and a configuration that says that others are to be read."""
-    config(path, transformers_weights="evil.bin")
-    pickled(path, "evil.bin", alone=False)
-
-
 def code(path: Path) -> None:
     """A configuration that names classes in a file beside it."""
     text(
