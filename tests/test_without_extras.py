@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = tomllib.loads((ROOT / "tests" / "budget.toml").read_text(encoding="utf-8"))["extras"]
 ROOMS = [room for rooms in EXTRAS.values() for room in rooms]
 CORE = [
-    "tests/workers/test_registries.py",
+    "tests/workers/test_cache.py",
     "tests/runtime/test_scheduler.py",
     "tests/protocol/test_tree.py",
 ]
