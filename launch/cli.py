@@ -74,8 +74,8 @@ FEW_FILES = ("config", "doctor", "keygen")  # commands that open no sockets
 INTERRUPTED = 130
 
 
-CALL = re.compile(r"(?:([\w.]+)\.)?_*(\w+)\(")
-"""Matches a call in Python: the object or module, and the function."""
+CALL = re.compile(r"with .* as (\w+):|(?:([\w.]+)\.)?_*(\w+)\(")
+"""Matches the end of a block that writes a file, or a call: the object or module, the function."""
 
 
 class LazyGroup(click.Group):
@@ -185,9 +185,9 @@ def _refused(error: OSError) -> str:
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     start = traceback.extract_tb(error.__traceback__)[-1].colno
     found = CALL.match(linecache.getline(frame.f_code.co_filename, line)[start:])
-    owner, call = found.groups() if found else ("", "")
-    thing = error.filename or getattr(frame.f_locals.get(owner), "name", "")
-    return f"{call} {'' if isinstance(thing, int) else thing}".strip()
+    file, owner, call = found.groups() if found else ("", "", "")
+    thing = error.filename or getattr(frame.f_locals.get(file or owner), "name", "")
+    return f"{'write' if file else call} {'' if isinstance(thing, int) else thing}".strip()
 
 
 def main() -> NoReturn:

@@ -43,14 +43,18 @@ def refusal(error: OSError, *, writes: bool = True) -> str:
     """Return the system's text for an error, with a remedy if one is known."""
     said, path = error.strerror or str(error), Path(str(error.filename or ""))
     remedy = REMEDIES.get(error.errno or 0)
-    if error.errno in OF_WRITING and not (writes and error.filename):
-        remedy = None
-    if error.errno == errno.ENOENT and path.parent.exists():
+    absent = error.errno == errno.ENOENT and path.parent.exists()
+    if absent or (error.errno in OF_WRITING and not (writes and error.filename)):
         remedy = None
     if path.is_relative_to("/proc") and not Path("/proc/self").exists():
         remedy = "mount /proc"
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""), "dovetail")
+    places = {"XDG_CACHE_HOME": cache_folder(), "XDG_RUNTIME_DIR": runtime}
+    wrong = [name for name, place in places.items() if path.is_relative_to(place)]
     if said.startswith(NO_TEMPORARY) and not any(os.access(p, os.W_OK) for p in USUAL):
         remedy = "set TMPDIR to a folder that your user can write to"
+    elif wrong and error.errno in (errno.EACCES, errno.EROFS):
+        remedy = f"set {wrong[0]} to a folder that your user can write to"
     return f"{said}; {remedy}" if remedy else said
 
 
@@ -61,15 +65,11 @@ def unread(error: OSError, absent: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: dovetail in $XDG_CACHE_HOME, else in ~/.cache. It may not exist yet.
-
+    """Return the cache folder: dovetail in $XDG_CACHE_HOME, else in ~/.cache; it may not exist yet.
     For a user without a home it begins with "~" and cannot be created."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:
-            base = Path("~/.cache")
+        base = Path(os.path.expanduser("~/.cache"))  # noqa: PTH111 - it keeps "~" without a home
     return base / "dovetail"
 
 

@@ -135,10 +135,9 @@ def _journal(settings: CoordinatorSettings, address: str) -> ReplyStore | None:
         text = "this user has no home folder for a journal, so requests end with the coordinator"
         log.warning("%s: name a folder with coordinator.journal", text)
         return None
+    journal: ReplyStore = extra("runtime.journal.journal").open_journal(
+        folder, keep_s=settings.journal_s, most=byte_count(settings.memory)
+    )
     if not named:
         remove_old_journals(folder.parent, max(settings.journal_s, CoordinatorSettings().journal_s))
-    most = byte_count(settings.memory)
-    journal: ReplyStore = extra("runtime.journal.journal").open_journal(
-        folder, keep_s=settings.journal_s, most=most
-    )
     return journal

@@ -392,7 +392,7 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
     open_device("cpu", threads)
     target, path = with_target(settings.target), profile_path()
     if kernels.available():
-        kernels.use_isa(kernels.isa_of(target.isa))
+        kernels.use_isa(kernels.isa_of(target.isa), "target.isa")
     config = planned_config(target)
     if not has_sizes(config):
         raise UserError(f"the config.json of a {config.get('model_type')} model lacks its sizes")

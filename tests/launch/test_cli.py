@@ -210,6 +210,9 @@ def test_an_error_of_the_system_that_nobody_expected_is_one_line(
     assert cli.run([]) == 1
     full = "No space left on device; free some space there, or choose another place"
     assert capsys.readouterr().err == f"dovetail: the system refused /some/file: {full}\n"
+    monkeypatch.setattr(cli.group, "main", lambda *_, **__: Path("/dev/full").write_text("x"))
+    assert cli.run([]) == 1
+    assert capsys.readouterr().err == f"dovetail: the system refused write /dev/full: {full}\n"
 
 
 def test_an_error_of_the_system_names_the_call_and_the_path_and_no_remedy_that_is_wrong(
@@ -220,6 +223,9 @@ def test_an_error_of_the_system_names_the_call_and_the_path_and_no_remedy_that_i
         f"dovetail: the system refused mkdir /proc/self/dovetail: {os.strerror(errno.ENOENT)}\n"
     )
     assert (done.returncode, done.stderr) == (1, refused)
+    state = f"/{'n' * 300}"
+    done = run("coordinator", env={**environment, "XDG_STATE_HOME": state})
+    assert done.stderr.startswith(f"dovetail: the journal cannot be kept in {state}/dovetail/")
 
 
 @pytest.mark.parametrize(

@@ -208,8 +208,9 @@ def test_a_stream_moves_to_a_target_of_another_instruction_set_and_its_text_stay
 
 def test_an_instruction_set_that_this_cpu_lacks_is_refused_in_one_line() -> None:
     lacking = next(isa.name.lower() for isa in kernels.Isa if isa not in kernels.isas())
-    for role in ("target", "draft"):
-        refused = dovetail("generate", f"--{role}.isa={lacking}", "hello")
+    asked = (("target", "generate hello"), ("draft", "generate hello"), ("target", "plan"))
+    for role, command in asked:
+        refused = dovetail(*command.split(), f"--{role}.isa={lacking}")
         (line,) = refused.communicate()[1].splitlines()
         assert refused.returncode == USER_ERROR
         assert line.startswith(f"dovetail: {role}.isa = '{lacking}': this CPU or this build has no")

@@ -49,6 +49,8 @@ def test_so_is_every_other_refusal(tmp_path: Path, short_files: None) -> None:
         "Not a directory; a part of that path is a file: name a folder before the last /"
     )
     assert refusal(tmp_path / ("n" * 300)).endswith("File name too long; choose a shorter name")
+    theirs = PermissionError(errno.EACCES, "refused", str(files.cache_folder() / "x"))
+    assert files.refusal(theirs, writes=False).startswith("refused; set XDG_CACHE_HOME to a folder")
 
 
 @pytest.mark.parametrize(

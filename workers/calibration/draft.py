@@ -47,7 +47,7 @@ def calibrate_draft(
     does."""
     device = open_device(settings.device, threads)
     if kernels.available():
-        kernels.use_isa(kernels.isa_of(settings.isa))
+        kernels.use_isa(kernels.isa_of(settings.isa), "draft.isa")
     own = settings.model_copy(update={"device": device.name})
     engine = open_draft_worker(
         own,

@@ -88,7 +88,7 @@ def calibrate(
     open_device("cpu", threads)
     if kernels.available():
         kernels.set_threads(threads)
-        kernels.use_isa(kernels.isa_of(settings.isa))
+        kernels.use_isa(kernels.isa_of(settings.isa), "target.isa")
     design = read_design(settings)
     base, lengths = _lengths(design.context, contexts)
     say("measuring the machine", 0.0)

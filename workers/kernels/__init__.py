@@ -198,16 +198,16 @@ def isa_of(setting: str) -> Isa:
 
 def check_isa(name: str, setting: str) -> None:
     """Raise UserError if the setting of this name has an instruction set without kernels here."""
-    if setting != "auto" and (wanted := isa_of(setting)) not in isas():
+    if setting != "auto" and isa_of(setting) not in isas():
         raise UserError(
-            f"{name} = {setting!r}: this CPU or this build has no {wanted.name} kernels; it has "
-            f"{', '.join(isa.name for isa in isas())}"
+            f"{name} = {setting!r}: this CPU or this build has no kernels for it, only for "
+            f"{', '.join(isa.name.lower() for isa in isas())}"
         )
 
 
-def use_isa(wanted: Isa) -> None:
-    """Use this instruction set from now on. Raises UserError if the machine lacks it."""
-    check_isa("instruction set", wanted.name)
+def use_isa(wanted: Isa, name: str = "instruction set") -> None:
+    """Use this instruction set, of the setting `name`. Raises UserError if the machine lacks it."""
+    check_isa(name, wanted.name.lower())
     library().dt_use_isa(wanted)
 
 
