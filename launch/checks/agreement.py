@@ -116,7 +116,7 @@ def compare(
         if position >= len(tokens) - replied and not of_mean:
             difference = max(
                 difference, float(distribution.max() - distribution[token])
-            )  # another choice is one where the reference has a better one
+            )  # choices differ where the reference prefers another token
         largest, total, count = max(largest, difference), total + own, count + 1
         if first is None and not (own if of_mean else difference) <= tolerance:
             first = position

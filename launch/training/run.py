@@ -63,8 +63,8 @@ class TrainingOptions:
     processes: int = 1
 
     def chosen(self, *, recipe: bool) -> dict[str, Any]:
-        """Return the kind's specific options by the fields that they set, of the losses' recipe or
-        the head's shape."""
+        """Return {field: value} of the kind's own options, for the recipe of losses or else the
+        head's shape."""
         options = [option for option in TRAINED[self.kind].options if bool(option.recipe) == recipe]
         return {o.recipe or o.field: self.own.get(o.field, o.default) for o in options}
 

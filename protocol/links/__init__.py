@@ -64,7 +64,7 @@ class Hub(Protocol):
 
     def disconnects(self) -> int:
         """Return how many peers disconnected since the last call. To find out which, probe all of
-        them with `send`. Takes some milliseconds if any did."""
+        them with `send`. Takes milliseconds if there are any."""
 
     def refused(self) -> int:
         """Return how many handshakes and messages have been refused so far."""

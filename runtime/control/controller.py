@@ -214,7 +214,7 @@ class Controller:
 
     def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
         """Return how to draft for the round; None: not at all. `ready`: the draft has prefilled the
-        prompt; `patient`: a request that insists waits for that."""
+        prompt; `patient`: wait for that if the request requires drafting."""
         load, pair, on_off, begun = self._now.load, self._now.pair, self._now.on_off, self.begun
         begun.unready = not ready
         if pair is None or (not ready and not (patient and on_off is None)):

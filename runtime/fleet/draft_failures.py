@@ -8,7 +8,7 @@ from dovetail.protocol.messages import DraftFailure, Fault
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 
-MAX_WORDS = 512  # most characters of a failure, which a worker has worded
+MAX_WORDS = 512  # most characters of a failure's text, which comes from a worker
 
 
 @dataclass

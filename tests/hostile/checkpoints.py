@@ -406,7 +406,7 @@ CONFIGURATIONS = (
     Bad(
         "quantization by code of its own",
         lambda p: config(p, quantization_config={"quant_method": "../evil"}),
-        ("is quantised (../evil)",),
+        ("is quantised in an unsupported way (../evil)",),
     ),
 )
 TOKENIZERS = (

@@ -246,7 +246,7 @@ def test_damaged_store_is_refused(examples: Examples, target: TargetStates, tmp_
     folder = write(tmp_path / "store", examples, target)
     with (folder / "states-000001.bin").open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(UserError, match=r"states-000001\.bin has \d+ bytes in place of \d+"):
+    with pytest.raises(UserError, match=r"states-000001\.bin has \d+ bytes instead of \d+"):
         open_features(folder)
     (folder / "index.json").write_text("{}")
     with pytest.raises(UserError, match="not an index of features"):

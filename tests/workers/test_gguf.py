@@ -609,7 +609,7 @@ def test_latents_of_an_older_file_are_one_matrix_and_one_of_two_kinds_is_refused
     assert torch.equal(logits(load(file, "file", activations="fp32")), logits(load(twin)))
     both = {"blk.0.attn_kv_b.weight": np.ones((4 * 320, 256), np.float32)}
     file, _ = wrote("both", extra=both)
-    with pytest.raises(CheckpointError, match="or has attn_kv_b beside it"):
+    with pytest.raises(CheckpointError, match="or attn_kv_b is also there"):
         view_of(file)
     file, _ = wrote("softmax", **{"deepseek2.expert_gating_func": 1})
     with pytest.raises(CheckpointError, match="by gating function 1 with corrections"):
@@ -776,7 +776,7 @@ def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Pa
         ({"split.count": [1, 2]}, "split.no or split.count is no whole number"),
         ({"tokenizer.ggml.pre": ["gpt-2"]}, "is .*gpt-2.* and not known here"),
         ({"llama.block_count": 1}, "tensor blk.1.* is of a layer beyond its 1"),
-        ({"llama.nextn_predict_layers": 1}, "nextn_predict_layers is 1, which it has no layers"),
+        ({"llama.nextn_predict_layers": 1}, "nextn_predict_layers is 1, but such layers"),
         ({"llama.rope.dimension_count": 8}, "rotates 8 numbers of a head of .*not all"),
         ({"llama.rope.dimension_count": 0}, "rotates 0 numbers of a head"),
         ({"llama.rope.dimension_count": 3}, "rotates 3 numbers of a head"),

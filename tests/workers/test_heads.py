@@ -839,7 +839,7 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
     "quantised": (
         "eagle",
         lambda t, c: c.update(quantization_config={"quant_method": "spqr"}),
-        r"is quantised \(spqr\)",
+        r"is quantised in an unsupported way \(spqr\)",
     ),
     "heads that do not share evenly": (
         "jakiro",

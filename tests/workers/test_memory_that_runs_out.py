@@ -172,7 +172,7 @@ def test_sessions_are_drafted_for_without_graphs_where_there_is_no_room_for_thes
     tight, *_ = drafts((most - opened) * 3 // 4)
     assert trees(tight) == trees(roomy)
     assert len(trees(tight)) == len(SESSIONS)
-    assert "captured passes were let go" in caplog.text
+    assert "captured passes were freed" in caplog.text
 
 
 @needs_kernels

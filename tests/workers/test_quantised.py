@@ -254,13 +254,13 @@ def test_the_library_reads_the_same_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scheme", "fields", "said"),
     [
-        ("awq", {"version": "gemv"}, r"is quantised \(awq, version gemv\) in a way"),
+        ("awq", {"version": "gemv"}, r"is quantised in an unsupported way \(awq, version gemv\)"),
         ("awq", {"bits": 8}, r"\(awq, 8 bits\)"),
         ("gptq", {"bits": 3}, r"\(gptq, 3 bits\)"),
         ("gptq", {"checkpoint_format": "marlin"}, r"\(gptq, format marlin\)"),
         ("gptq", {"bits": None}, r"\(gptq, None bits\)"),
         ("fp8, blocks", {"fmt": "e5m2"}, r"\(fp8, numbers of type e5m2\)"),
-        ("fp8, blocks", {"weight_block_size": [8, 8]}, "weight does not go with the other parts"),
+        ("fp8, blocks", {"weight_block_size": [8, 8]}, "weight does not fit the other parts"),
         *(
             (
                 "fp8, blocks",
@@ -286,13 +286,13 @@ def test_the_library_reads_the_same_numbers(tmp_path: Path) -> None:
         ("int4", {"format": "nvfp4-pack-quantized"}, "format nvfp4-pack-quantized"),
         ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
         ("int4", {"transform_config": {"config_groups": {"a": {}}}}, "behind a transform"),
-        ("int4", {"config_groups": {}}, "weight_packed does not go with the other parts"),
+        ("int4", {"config_groups": {}}, "weight_packed does not fit the other parts"),
         (
             "int4",
             several((4, SIZE), (8, SIZE // 2)),
             "codes of 4 or 8 bits fit the shape of tensor",
         ),
-        ("int8", {"quant_method": "fp8"}, "weight does not go with the other parts"),
+        ("int8", {"quant_method": "fp8"}, "weight does not fit the other parts"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
@@ -366,5 +366,5 @@ def test_groups_of_compressed_tensors_that_are_not_set_follow_each_other(tmp_pat
 def test_a_config_that_promises_codes_where_none_are_is_refused(tmp_path: Path) -> None:
     coded, plain, _ = quantised("llama", "awq", tmp_path)
     (plain / "config.json").write_text((coded / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=r"are quantised \(awq\), and no tensor is"):
+    with pytest.raises(CheckpointError, match=r"are quantised \(awq\), but no tensor is"):
         open_checkpoint(str(plain))

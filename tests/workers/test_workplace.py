@@ -73,7 +73,7 @@ def test_a_head_of_another_kind_stays(tmp_path: Path) -> None:
 def test_somebody_elses_unfinished_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "out.unfinished").mkdir()
     (tmp_path / "out.unfinished" / "novel.txt").write_text("chapter one")
-    with pytest.raises(UserError, match=r"holds novel\.txt, which no training wrote"):
+    with pytest.raises(UserError, match=r"holds novel\.txt, which is not from a training"):
         finish(place(tmp_path / "out"), "one")
     assert (tmp_path / "out.unfinished" / "novel.txt").is_file()
 

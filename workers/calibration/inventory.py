@@ -25,8 +25,8 @@ from dovetail.workers.models.backends.device.trial import CONTESTS, here
 SHAPE = (83, 70)  # [out, in] of the self-test's matrix: no multiple of any register's width
 ROWS = (1, 2, 7, 16, 33)
 TOLERANCE = {Kind.FP32: 1e-5, Kind.FP16: 1e-5, Kind.BF16: 1e-5, Kind.INT8: 3e-2}
-"""Largest accepted difference to the product in double precision, relative to the largest output:
-that of fp32 sums, for int8 also of rounded weights and rows."""
+"""Largest accepted difference to the product in double precision, relative to the largest output.
+It covers the rounding of fp32 sums, and for int8 that of weights and rows."""
 STORED = {
     Kind.FP32: torch.float32,
     Kind.FP16: torch.float16,

@@ -39,7 +39,7 @@ class Transfer(Protocol):
         """Return a mark that is passed when all that has been computed, or asked for, is done."""
 
     def wait(self, mark: Mark) -> None:
-        """Let nothing that is computed from now on begin before the mark is passed."""
+        """Delay all computations enqueued later until the mark is passed."""
 
 
 class InOrder:

@@ -80,9 +80,9 @@ class Held:
         if any(let_go):
             self._captures_from = self._clock() + PAUSE_S
             self.tell(
-                f"the memory of the device ran out: captured passes were let go, and for "
-                f"{PAUSE_S:.0f} s none is captured, which is slower; free memory of the device, "
-                "or let fewer requests run at a time"
+                "the device ran out of memory: captured passes were freed, and none is captured "
+                f"for {PAUSE_S:.0f} s, which is slower; free memory of the device, or run fewer "
+                "requests at a time"
             )
         self.let_go()
 

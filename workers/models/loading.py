@@ -67,7 +67,7 @@ from dovetail.workers.models.wanted import (
 log = logging.getLogger(__name__)
 
 RESIDENT_TYPES = {**GPU_TYPES, "int8": torch.int8}
-"""The types of weights of a draft on a GPU, and of a number of them."""
+"""A draft's type of weights on a GPU -> that of its numbers."""
 
 
 def load_language_model(
@@ -87,13 +87,13 @@ def load_language_model(
     """The model in `source` (folder, hub id, id@revision), with the linears' weights as given.
 
     `backend`: kernels, library, or auto, the kernels where they can compute it. `profile`: the file
-    that remembers what was measured of the library. `stage`: how it is spread over devices, in
-    place of `device`; only a model that the kernels can compute is. `cache`: the type of keys and
+    that remembers what was measured of the library. `stage`: how it is spread over devices, instead
+    of `device`; requires a model that the kernels can compute. `cache`: the type of keys and
     values, one of `protocol.settings.CACHES`; None: fp32 on the CPU, that of the weights on a
-    device. `activations`: int8 or fp32, with weights `int4` and `file`. `proof`: auto, a
-    remembered proof is enough; anew, it is made again and remembered; off, it is made and not
-    remembered. `context`: the longest sequence; None: what the model has. `draft`: the `device` of
-    a model that drafts, whose products may round to the type of its weights.
+    device. `activations`: int8 or fp32, with weights `int4` and `file`. `proof`: auto, a remembered
+    proof is enough; anew, it is made again and remembered; off, it is made and not remembered.
+    `context`: the longest sequence; None: what the model has. `draft`: the `device` of a model that
+    drafts, whose products may round to the type of its weights.
     """
     check_names(weights, backend)
     folder = find_folder(source)

@@ -20,7 +20,7 @@ from dovetail.workers.training.plan import Recipe
 from dovetail.workers.training.recipes import TRAINED
 from dovetail.workers.training.target_parts import Frozen
 
-NOISE_COLUMNS = 512  # columns of the rows that `Recipe.noise` refers to
+NOISE_COLUMNS = 512  # columns of the rows for which `Recipe.noise` is given
 CACHED_LOGITS = 1 << 20
 """Logits computed at a time on a CPU: few enough to stay in its caches, enough for fast
 products."""
@@ -28,7 +28,7 @@ GPU_LOGITS = 1 << 26
 
 
 def read_features(head: TrainableHead, batch: Batch) -> Tensor:
-    """Return what a head reads [B, n, W]: the last hidden states, or residual streams."""
+    """Return the inputs of a head [B, n, W]: the last hidden states, or residual streams."""
     if not head.reads_taps:
         return batch.g.float()
     if batch.taps is None:
@@ -122,8 +122,8 @@ def wanted_distributions(head: TrainableHead, frozen: Frozen, g: Tensor) -> tupl
 
 
 def predicted(batch: Batch, ahead: int) -> Tensor:
-    """Return bool [B, n]: which rows j predict, `ahead` tokens on, a token of their sequence that
-    is to be learned."""
+    """Return bool [B, n]: which rows j predict, `ahead` tokens later, a token of their sequence
+    that is learned."""
     count = batch.tokens.shape[1]
     found = torch.zeros_like(batch.learn)
     if ahead < count:

@@ -1,4 +1,4 @@
-"""Has the target answer chats itself, many at a time, and stores the answers as chats.
+"""Lets the target answer chats, many at a time, and stores the answers as chats.
 
 A draft learns from its target's texts, not from others. The users' turns are sent one after the
 other, each after the target's own answers to the earlier ones. The file has OpenAI's form, a line

@@ -192,8 +192,8 @@ def next_token_loss(model: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
 
 
 def mean_of(losses: Tensor, learn: Tensor) -> Tensor:
-    """Return the mean over what is learned. Nothing is picked by index, so that the step can be
-    compiled as a whole."""
+    """Return the mean over the learned tokens, without indexing, so that the step can be compiled
+    as a whole."""
     return (losses * learn.flatten()).sum() / learn.sum().clamp(min=1)
 
 

@@ -62,7 +62,7 @@ class Workplace:
                 if name not in OURS and not name.startswith(TORN)
             ]:
                 raise UserError(
-                    f"{self.folder} holds {strange[0]}, which no training wrote there: move it "
+                    f"{self.folder} holds {strange[0]}, which is not from a training: move it "
                     "away, or give another --out"
                 )
             if not self.out.exists() and self._replaced.exists():  # killed between two renames

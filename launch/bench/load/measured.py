@@ -32,7 +32,7 @@ COLUMNS = {
     "done": "requests that were answered",
     "failed": "requests that failed; the errors are listed below the table",
     "tokens/s": "of all replies, over the whole load (output_throughput)",
-    "speed-up": "tokens/s over those of none",
+    "speed-up": "tokens/s, relative to no drafting",
     "requests/s": "answered, over the whole load (request_throughput)",
     "TTFT ms": "time to first token, median: to the first chunk with text",
     "TTFT p99": "its 99th percentile",

@@ -365,7 +365,7 @@ class LayerParts:
 
     def interleave(self, rotated: int, head_dim: int) -> None:
         """Reorder queries and keys whose first `rotated` numbers are rotated in pairs of
-        neighbours, so that pairs are halves of it."""
+        neighbours: the pairs become halves."""
         if len(self.linears["qkv"]) != 3 or "query_norm" in self.norms:
             raise UnsupportedError("neighbours rotated in queries that are fused or normed")
         self.order = torch.cat([_pairs_apart(rotated), torch.arange(rotated, head_dim)])

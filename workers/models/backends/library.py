@@ -175,8 +175,8 @@ def prove_layer(oracle: "Oracle", layer: nn.Module, index: int) -> Noted:
 
 @torch.inference_mode()
 def prove_whole(model: Any, back_end: Library, context: int, tolerance: float) -> None:
-    """`UnprovableError` if the model, in two passes beside another session, differs from
-    transformers' by more than `tolerance` of the logits."""
+    """`UnprovableError` if the model's logits, in two passes shared with another session, differ
+    from transformers' by more than `tolerance` (relative)."""
     count = short_text(model.config.to_dict(), context)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(

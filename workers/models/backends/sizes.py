@@ -47,7 +47,7 @@ class StateSizes:
 
 
 def layer_kinds(config: Mapping[str, Any]) -> Sequence[str]:
-    """Return the kind of each layer of a model with several, or with states; else ()."""
+    """Return each layer's kind if a model has several kinds, or states; else ()."""
     if isinstance(pattern := config.get("hybrid_override_pattern"), str):
         return [PATTERN.get(letter, letter) for letter in pattern]
     types = config.get("layer_types") or config.get("layers_block_type")

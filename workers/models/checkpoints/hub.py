@@ -15,7 +15,7 @@ from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import models_in, parts_of
 
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
-PICKLED_FILES = ("*.bin",)  # fetched besides, where the user allows pickled weights
+PICKLED_FILES = ("*.bin",)  # also fetched if the user allows pickled weights
 CONFIG_ALONE = ("config.json",)
 HUB_ID = re.compile(r"([\w][\w.-]*(?:/[\w][\w.-]*)?)(?:@([\w./-]+))?")
 HUB_FILE = re.compile(
@@ -100,7 +100,7 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
 
 
 def cached_folders() -> list[Path]:
-    """Return the snapshots in the Hugging Face cache, whole or not."""
+    """Return the snapshots in the Hugging Face cache, including incomplete ones."""
     from huggingface_hub import constants
 
     return sorted(Path(constants.HF_HUB_CACHE).glob("models--*/snapshots/*"))
@@ -137,7 +137,7 @@ def _ask_hub(source: str) -> None:
         found = HfApi().model_info(hosted.name, revision=hosted.revision, timeout=ASK_S)
     except OfflineModeIsEnabled:
         raise _unreachable(source, "HF_HUB_OFFLINE is set") from None
-    except HfHubHTTPError as error:  # also for a repository or revision that is not there
+    except HfHubHTTPError as error:  # also for a missing repository or revision
         raise _refused(source, error) from None
     except Exception as error:  # the client's own errors are of one library or another
         raise _unreachable(source, reason(error)) from None

@@ -51,13 +51,13 @@ log = logging.getLogger(__name__)
 
 
 def refuse_beyond(source: str, size: int, what: str) -> None:
-    """`CheckpointError` if `size` more bytes, as `what` takes, exceed the free memory."""
+    """`CheckpointError` if `size` more bytes, for `what`, exceed the free memory."""
     room = read_room()
     if room is not None and size > room.size + room.swap:
         found = f"there are {room.size / 1e9:.3g} GB {room.bound}"
         raise CheckpointError(
             f"{source}: {what} takes {size / 1e9:.3g} GB of memory while it is loaded, and "
-            f"{found}: take a smaller model, or free memory"
+            f"{found}: use a smaller model, or free memory"
         )
 
 
@@ -195,7 +195,7 @@ def stored_skeleton(
 
 
 def _refuse_blocks(model: Any, checkpoint: Checkpoint) -> None:
-    """`CheckpointError` for tensors that are decoded here and not those of the model one by one."""
+    """`CheckpointError` for decoded tensors that do not match the model's one to one."""
     if not checkpoint.is_coded:
         return
     missing = checkpoint.own_names(sorted(_missing(model, checkpoint)))
@@ -377,7 +377,7 @@ def _missing(model: Any, checkpoint: Checkpoint) -> set[str]:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """Return the tied tensors, both ways: a checkpoint holds either."""
+    """Map each tied tensor to its twin: a checkpoint holds either."""
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     return {**{source: target for target, source in tied.items()}, **tied}
 
@@ -407,7 +407,7 @@ def linear_shapes(model: Any) -> list[tuple[int, int]]:
 
 
 def expert_shapes(model: Any) -> list[tuple[int, int]]:
-    """Return [out, in] of every expert's linears, of stacks [experts, out, in]."""
+    """Return [out, in] of every expert's linears, from stacks [experts, out, in]."""
     return [
         (int(tensor.shape[1]), int(tensor.shape[2]))
         for name, tensor in model.named_parameters()

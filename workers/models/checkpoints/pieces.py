@@ -42,7 +42,7 @@ class UnreadStack:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The tensors of a model, by the tensors of a checkpoint that they are made of."""
+    """The tensors of a model, made of tensors of a checkpoint."""
 
     naming: Naming
     tensors: Mapping[str, Stored]
@@ -191,7 +191,7 @@ class Pieces:
 
 
 def leave_unread(part: nn.Module, name: str, experts: UnreadStack, *, blocks: bool) -> None:
-    """Have a stack's experts read one by one when needed, as `blocks` or numbers."""
+    """Let a stack's experts be read one by one when needed, as `blocks` or numbers."""
     own = replace(experts, numbers=lambda index: within_fp32(experts.numbers(index)))
     own = own if blocks else replace(own, rows=None)
     part.__dict__.setdefault(UNREAD, {})[name] = own

@@ -1,5 +1,4 @@
-"""Reads training files for one target: chats rendered with its template, token files as they
-are."""
+"""Reads training files for one target: chats rendered with its template, and token files."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -68,7 +67,7 @@ def read_examples(
 def read_rows(
     files: Sequence[Path], renderer: Renderer, left_out: "Counter[str] | None" = None
 ) -> list[Example]:
-    """Return the sequences of all files as they are; `left_out` counts chats without any."""
+    """Return the unchanged sequences of all files; `left_out` counts chats without any."""
     if missing := [str(file) for file in files if not file.is_file()]:
         raise UserError(f"there is no file {missing[0]}")
     told = Counter[str]() if left_out is None else left_out

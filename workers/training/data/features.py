@@ -1,6 +1,6 @@
 """Training data of draft heads: sequences with the target's hidden states, stored in a folder or
-computed on demand. To a trainer both are the same: all sequences concatenated, and a row of a batch
-a slice of that."""
+computed on demand. For a trainer both are the same: all sequences concatenated; a row of a batch is
+a slice."""
 
 from dataclasses import dataclass, replace
 from functools import cache

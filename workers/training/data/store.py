@@ -195,7 +195,7 @@ class Store:
         found = file.stat().st_size if file.is_file() else 0
         if found != size * np.dtype(kind).itemsize:
             raise UserError(
-                f"{file} has {found} bytes in place of {size * np.dtype(kind).itemsize}: the "
+                f"{file} has {found} bytes instead of {size * np.dtype(kind).itemsize}: the "
                 "features are damaged, write them again"
             )
         return np.memmap(file, dtype=kind, mode="r")
@@ -255,7 +255,7 @@ def _check_disk(folder: Path, index: Index) -> None:
     if needed > max(0, free - SPARE_BYTES):
         raise UserError(
             f"{folder} has {free / 1e9:.1f} GB free, but needs {needed / 1e9:.1f} GB more: "
-            "take less data, --taps none, or train online"
+            "use less data or --taps none, or train online"
         )
 
 

@@ -50,7 +50,7 @@ class Facts:
         return value
 
     def numbers(self, key: str, default: Sequence[int] | None = None) -> list[int]:
-        """Return a list of whole numbers, or of truths."""
+        """Return a list of whole numbers, or of booleans."""
         value = self._get(key, default)
         if value is default and default is not None:
             return [*default]
@@ -74,7 +74,7 @@ class Facts:
         return isinstance(self.model.facts.get(self._prefix + key), np.ndarray)
 
     def truth(self, key: str, default: bool | None = None) -> bool:
-        """Return a truth value."""
+        """Return a boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, neither true nor false")
@@ -85,7 +85,7 @@ class Facts:
         """Return the layers that a token passes; prediction layers may follow in the file."""
         guesses = self.whole(GUESSES, 0)
         if guesses and self.architecture not in GUESSING:
-            raise self.refusal(f"{self._prefix}{GUESSES} is {guesses}, which it has no layers for")
+            raise self.refusal(f"{self._prefix}{GUESSES} is {guesses}, but such layers are missing")
         found = self.whole("block_count") - guesses
         if found < 1 or guesses < 0:
             raise self.refusal(f"it has {found} layers")
@@ -94,7 +94,7 @@ class Facts:
         return found
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Return a number; one of 32 bits as the shortest decimal that it stands for."""
+        """Return a number; one of 32 bits as its shortest decimal."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no number")
@@ -125,7 +125,7 @@ class Facts:
         return value
 
     def need(self, name: str) -> Place:
-        """Return a tensor that has to be there."""
+        """Return a required tensor."""
         if name not in self.tensors:
             raise self.refusal(f"tensor {name} is missing")
         self._needed.add(name)
@@ -142,7 +142,7 @@ class Facts:
     def refusal(self, why: str) -> CheckpointError:
         """Return the error for a file that cannot be read as a model."""
         return CheckpointError(
-            f"{self.model.file} (architecture {self.architecture}): {why}; take another file of "
+            f"{self.model.file} (architecture {self.architecture}): {why}; use another file of "
             "this model, or its folder of safetensors"
         )
 

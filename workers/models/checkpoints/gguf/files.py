@@ -33,12 +33,12 @@ SCALARS = {
     11: "<i8",
     12: "<f8",
 }
-"""numpy's types of the types of values that are numbers."""
+"""numpy's types for the numeric types of values."""
 STRING, ARRAY = 8, 9
 MOST_KEYS, MOST_TENSORS = 1 << 16, 1 << 20
 MOST_ITEMS = 1 << 24  # items of an array: more tokens than any embedding has rows here
 MOST_NESTED = 2  # deepest nesting of a list in other lists; no such key is used
-NEEDED = ("tokenizer.", "the name of a tensor")  # prefixes of what has to be valid text
+NEEDED = ("tokenizer.", "the name of a tensor")  # prefixes of values that must be valid text
 LONGEST_NAME = 1 << 16
 LONGEST_TEXT = 1 << 28
 DIMENSIONS = 4
@@ -155,7 +155,7 @@ class _Reader:
 
     def _numbers(self, kind: int, key: str, count: int) -> np.ndarray:
         if kind not in SCALARS:
-            self._refuse(f"{key[:100]} has values of type {kind}, which there is not")
+            self._refuse(f"{key[:100]} has values of the unknown type {kind}")
         size = np.dtype(SCALARS[kind]).itemsize * count
         return np.frombuffer(self._take(size, key), dtype=SCALARS[kind])
 
@@ -316,8 +316,8 @@ def _refuse_part(head: FileHead, number: int, count: int) -> None:
     place, parts = said[0], said[1] or 1
     if (place, parts) != (number, count):
         raise CheckpointError(
-            f"{head.file} says that it is part {place + 1} of {parts}, and by its name "
-            f"is {number + 1} of {count}; give it the name that it had"
+            f"{head.file} states that it is part {place + 1} of {parts}, but its name is that of "
+            f"part {number + 1} of {count}; restore its original name"
         )
 
 
@@ -332,6 +332,6 @@ def _refuse_kind(head: FileHead) -> None:
     if kind == "adapter":
         raise CheckpointError(f"{head.file} holds a LoRA adapter; merge it into its model")
     if kind == "mmproj" or architecture == "clip":
-        raise CheckpointError(f"{head.file} is an encoder of images; name the model beside it")
+        raise CheckpointError(f"{head.file} is an encoder of images; name the model next to it")
     if kind != "model":
-        raise CheckpointError(f"{head.file} holds no model but a {kind[:50]}; name one's file")
+        raise CheckpointError(f"{head.file} is not a model, but a {kind[:50]}; name a model's file")

@@ -13,14 +13,14 @@ class NumberKind:
     name: str
     numbers: int  # numbers of a block, neighbours in a row
     size_bytes: int
-    packed: int = 0  # bytes of a block as the kernels have it, where these are others
+    packed: int = 0  # bytes of a block in the kernels' layout, if different
 
     def size_of(self, shape: Sequence[int]) -> int:
         """Return the bytes of a tensor [..., row]; ValueError if its rows are not whole blocks."""
         if shape[-1] % self.numbers:
             raise ValueError(
-                f"has rows of {shape[-1]} numbers, which the blocks of {self.numbers} of "
-                f"{self.name} do not divide"
+                f"has rows of {shape[-1]} numbers, not a multiple of the blocks of {self.numbers} "
+                f"of {self.name}"
             )
         return prod(shape) // self.numbers * self.size_bytes
 

@@ -27,7 +27,7 @@ ENDS = ("weight", "bias", "scale")
 OF_KEYS = ("attn_k", "attn_v", "attn_k_norm")
 NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES, VALUES, VALUE_INPUTS, DECAYS, NUMBERS = range(9)
 """Changes of a tensor: less 1; its two or last two dimensions swapped; neighbours that rotate
-together into halves; rows or inputs of value heads beside their key head's; logarithms of decays;
+together into halves; rows or inputs of value heads next to their key head's; logarithms of decays;
 numbers."""
 WOVEN, BEHIND, BELOW = range(9, 12)
 """Changes of two tensors into one: gates and ups of experts interleaved or stacked, [experts, in,
@@ -234,7 +234,7 @@ def _changed(placed: Placed, name: str, facts: Facts, naming: Naming) -> Placed:
 
 
 def _tiled(placed: Placed, what: Tiled, facts: Facts) -> Placed:
-    """A tensor whose value heads stand one for each key head, then the next for each."""
+    """A tensor with the first value head of each key head, then the second of each, and so on."""
     keys, values = facts.whole("ssm.group_count"), facts.whole("ssm.time_step_rank")
     first = 2 * keys * facts.whole("ssm.state_size") if what is Tiled.BEHIND_KEYS else 0
     inputs = what is Tiled.INPUTS
@@ -305,13 +305,13 @@ def _joined(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
             values, whole = found.get(f"{layer}{VALUES_UP}{end}"), f"{layer}{BOTH_UP}{end}"
             if values is None or whole in found or not _fit(placed.place, values.place):
                 raise facts.refusal(
-                    f"tensor {placed.place.name} does not fit attn_v_b, or has attn_kv_b beside it"
+                    f"tensor {placed.place.name} does not fit attn_v_b, or attn_kv_b is also there"
                 )
             joined[whole] = replace(placed, change=NUMBERS, up=values)
         elif VALUES_UP not in name:
             joined[name] = placed
         elif name.replace(VALUES_UP, KEYS_UP) not in found:
-            raise facts.refusal(f"tensor {placed.place.name} has no attn_k_b beside it")
+            raise facts.refusal(f"tensor {placed.place.name} has no attn_k_b")
     return joined
 
 

@@ -176,7 +176,7 @@ class InFile:
     name: str  # the name of the tensor in errors
     kind: int
     shape: tuple[int, int]  # numbers of rows and of the bytes of each
-    order: Tensor | None = None  # int64 [rows]: the row of the file that each is; None: in turn
+    order: Tensor | None = None  # int64 [rows]: the index of each row in the file; None: in order
     blocks: Tensor | None = None
     """int64 [blocks]: the index of each block in the file; None: in order."""
 
@@ -330,7 +330,7 @@ Content = Rows | Tensor  # rows of a matrix: a file's blocks, or numbers [rows, 
 
 
 def keep_rows(part: nn.Module, rows: Rows | Pile | None) -> None:
-    """Have a linear compute with these rows, once they are packed; None: it has no more."""
+    """Set the rows with which a linear computes once packed; None: it has none."""
     part.__dict__[ROWS] = rows
 
 

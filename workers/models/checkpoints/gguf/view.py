@@ -81,7 +81,7 @@ def blaming_the_file(folder: Path) -> Iterator[None]:
         said = said.replace(str(folder), str(files[0]))
         told, _, remedy = said.rpartition("; ")
         if told and OF_FOLDERS.search(remedy):
-            said = f"{told}; take another file of this model, or its folder of safetensors"
+            said = f"{told}; use another file of this model, or its folder of safetensors"
         raise CheckpointError(re.sub(r"((its|this) )?config\.json", "its metadata", said)) from None
 
 
@@ -113,14 +113,14 @@ def view_of(file: Path, making: Callable[[], None] = lambda: None) -> Path:
     except OSError as error:
         if not (folder / MARK).is_file():  # else another process was faster
             raise CheckpointError(
-                f"what {file} says of itself cannot be kept in {folder} ({refusal(error)}), or "
-                "name another folder for caches in XDG_CACHE_HOME"
+                f"the metadata of {file} cannot be cached in {folder} ({refusal(error)}), or name "
+                "another folder for caches in XDG_CACHE_HOME"
             ) from None
     return folder
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the GGUF files that a folder is the view of; none if it is no view."""
+    """Return the GGUF files of a view; none for another folder."""
     return [Path(one["path"]) for one in _mark(folder).get("files", ())]
 
 

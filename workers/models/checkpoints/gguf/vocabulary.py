@@ -111,7 +111,7 @@ SPLITTINGS: Mapping[str, Splitting] = {
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4  # types of tokens that matter here
 SPACE = "▁"
-INSTEAD = "take the model's folder of safetensors, or a file whose tokenizer is known"
+INSTEAD = "use the model's folder of safetensors, or a file with a known tokenizer"
 ENDS = ("eos", "eot", "eom")
 FILLED = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
@@ -216,7 +216,7 @@ def read_vocabulary(model: Model) -> Vocabulary:
     if facts.kind not in makers:
         raise facts.refusal(f"{PREFIX}model is {facts.kind[:50]!r}, not one of {', '.join(makers)}")
     if len(set(facts.tokens)) != len(facts.tokens):
-        raise facts.refusal("two of its tokens are spelt alike")
+        raise facts.refusal("two of its tokens have the same spelling")
     begin, ends = facts.id("bos"), _ends(facts)
     facts.types = _with_control(facts, ends)
     parts, begins = makers[facts.kind](facts)
@@ -229,7 +229,7 @@ def read_vocabulary(model: Model) -> Vocabulary:
         "added_tokens": _added(facts),
         **parts,
     }
-    begun = facts.flag("add_bos_token", begins) or facts.kind == "gemma4"  # whatever it says
+    begun = facts.flag("add_bos_token", begins) or facts.kind == "gemma4"  # for any value
     content["post_processor"] = _template(facts.tokens, begin if begun else None)
     return Vocabulary(content, begin, ends)
 
@@ -331,7 +331,7 @@ def _merges_of(
 
 
 def _spelt(token: str, kind: int) -> str:
-    """A piece as SentencePiece spells it: files have spaces in those that a user has defined."""
+    """A piece in SentencePiece's spelling: files have spaces in user-defined ones."""
     return token.replace(" ", SPACE) if kind == USER else token
 
 
@@ -391,7 +391,7 @@ def _spaced_decoder(strip: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _template(tokens: Sequence[str], begin: int | None) -> dict[str, Any]:
-    """The way in which a text begins: with the begin token, or with nothing."""
+    """How a text begins: with the begin token, or with nothing."""
     texts = [{"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB")]
     first: list[dict[str, Any]] = []
     named: dict[str, Any] = {}

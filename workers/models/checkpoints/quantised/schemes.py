@@ -71,8 +71,8 @@ def refuse_scheme(content: Mapping[str, Any], folder: object) -> None:
         raise damaged(f"{folder}/config.json: {error}") from None
     except ValueError as error:
         raise CheckpointError(
-            f"{folder} is quantised ({str(error)[:100]}) in a way that is not read; take the "
-            f"original weights of that model, or {READ}"
+            f"{folder} is quantised in an unsupported way ({str(error)[:100]}); use the original "
+            f"weights of that model, or {READ}"
         ) from None
 
 
@@ -221,7 +221,7 @@ class UnfitError(ValueError):
 def unlike(name: str) -> str:
     """Return what is wrong with a part that does not match the others."""
     return (
-        f"tensor {name} does not go with the other parts of its matrix, or with the "
+        f"tensor {name} does not fit the other parts of its matrix, or the "
         "quantization_config of config.json; fetch the model again"
     )
 
@@ -239,7 +239,7 @@ def matrices(scheme: Scheme, tensors: Mapping[str, P]) -> tuple[dict[str, Matrix
         used |= {full for full, _ in parts.values()}
     if not found:
         raise UnfitError(
-            f"config.json says that weights are quantised ({scheme.method}), and no tensor is; "
+            f"config.json states that weights are quantised ({scheme.method}), but no tensor is; "
             "remove quantization_config if the weights are plain"
         )
     plain = {
@@ -269,7 +269,7 @@ def bits_of(parts: Parts[P], scheme: Scheme) -> int:
         name = parts["words"][0]
         raise UnfitError(
             f"codes of {' or '.join(map(str, sorted(found)))} bits fit the shape of tensor {name}, "
-            "and nothing says which they are; take a checkpoint with one kind of weights",
+            "and nothing shows which they are; use a checkpoint with one kind of weights",
             name,
         )
     return found.pop() if found else 0

@@ -1,7 +1,7 @@
 """Weights int4: matrices are quantised to GGUF blocks at the first load, and cached on disk by the
 checkpoint's digest, a file a matrix or stack of experts. Layers become Q4_K, or Q5_0 if 256 does
-not divide their width; head and tables, which matter most, Q6_K or Q8_0; what 32 does not divide
-stays."""
+not divide their width; head and tables, which matter most, Q6_K or Q8_0; widths that are no
+multiple of 32 stay."""
 
 import hashlib
 import json
@@ -52,8 +52,8 @@ class Stack:
         not_kept: Callable[[Path, OSError], None],
     ) -> None:
         """`file`: the cache, or None. `shape`: [experts, out, bytes]. `find` searches for one's
-        blocks. `stored_bytes`: what the checkpoint need not read with a cache. `not_kept` reports
-        write errors."""
+        blocks. `stored_bytes`: bytes of the checkpoint that are not read with a cache. `not_kept`
+        reports write errors."""
         self._path, self._shape, self._find = file, shape, find
         self._stored_bytes, self._not_kept = stored_bytes, not_kept
         self._there = False
@@ -103,7 +103,7 @@ class Stack:
             if found != (self._header, self._whole):
                 why = "it holds blocks of other matrices, or not all"
             elif self._checks(source) != [*self._computed(source)]:
-                why = "it is not what was written"
+                why = "its content has changed"
             else:
                 count_bytes(self._stored_bytes)
                 return True
@@ -166,8 +166,8 @@ def in_blocks(skeleton: Skeleton, checkpoint: Checkpoint | None, weights: str) -
     if searched.layouts and skeleton.experts is None:
         source = "random weights" if checkpoint is None else checkpoint.source
         raise CheckpointError(
-            f"{source}: its experts are not read one by one, as weights int4 need it: use weights "
-            "int8"
+            f"{source}: its experts cannot be read one by one, which weights int4 require: use "
+            "weights int8"
         )
     return replace(skeleton, rows=searched.rows, experts=searched.experts)
 
@@ -258,7 +258,7 @@ def _open_folder(digest: str) -> Path | None:
 
 def _not_kept(folder: Path, error: OSError) -> None:
     log.warning(
-        "int4 weights cannot be saved in %s (%s): every start quantises them once more",
+        "int4 weights cannot be saved in %s (%s): every start quantises them again",
         folder,
         refusal(error),
     )

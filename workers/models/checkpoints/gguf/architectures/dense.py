@@ -98,7 +98,7 @@ def rotation(facts: Facts, head: int) -> Configuration:
     if kind == "none":  # Hunyuan's, whose scaling is in its base
         facts.whole("rope.scaling.original_context_length", 0)
         if (factor := facts.real("rope.scaling.factor", 1.0)) != 1.0:
-            raise facts.refusal(f"it scales its rotation by {factor} in no way")
+            raise facts.refusal(f"it scales its rotation by {factor} without a method")
     if "rope_freqs.weight" in facts.tensors:
         if kind != "none":
             raise facts.refusal(f"it has both rope_freqs and a scaling of kind {kind}")
@@ -134,7 +134,7 @@ def _original(facts: Facts) -> int:
 
 def _yarn(facts: Facts) -> Configuration:
     if facts.real("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
-        raise facts.refusal("its yarn mixes in another measure than all (yarn_ext_factor)")
+        raise facts.refusal("its yarn mixes by a factor other than 1 (yarn_ext_factor)")
     found: Configuration = {
         "rope_type": "yarn",
         "factor": facts.positive("rope.scaling.factor"),
@@ -185,7 +185,7 @@ def plain(
     epsilon: str = "",
     **more: Any,
 ) -> Callable[[Facts], Configuration]:
-    """Return the function of an architecture with nothing but this. `biases`: field -> the linear
+    """Return the function of an architecture with only these fields. `biases`: field -> the linear
     that may have one; `epsilon`: the field of layer norms, else it has RMS norms."""
 
     def make(facts: Facts) -> Configuration:
@@ -207,7 +207,7 @@ _gptneox = plain("gpt_neox", "gelu", {"attention_bias": "attn_qkv"}, epsilon="la
 
 
 def nemotron(facts: Facts) -> Configuration:
-    facts.epsilon("attention.layer_norm_rms_epsilon", 0.0)  # files have it twice
+    facts.epsilon("attention.layer_norm_rms_epsilon", 0.0)  # files contain it twice
     return _nemotron(facts)
 
 
@@ -320,7 +320,7 @@ def _no_states(facts: Facts) -> None:
     for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
         facts.whole(f"ssm.{key}", 0)
     if facts.architecture == "granite" and facts.whole("expert_count", 0):
-        raise facts.refusal("it says of experts, which its architecture has none of")
+        raise facts.refusal("it has keys of experts, but its architecture has none")
     facts.whole("expert_used_count", 0)
     if not facts.truth("rope.scaling.finetuned", True):
         raise facts.refusal("it rotates nothing (rope.scaling.finetuned)")
@@ -356,7 +356,7 @@ def qwen3vl(facts: Facts) -> Configuration:
 def glm4(facts: Facts) -> Configuration:
     """Files of its models that read images order the rows of heads differently."""
     if any(facts.numbers("rope.dimension_sections", [])):
-        raise facts.refusal("it is the language model of one that reads images")
+        raise facts.refusal("it is the language model of a model that reads images")
     return {
         **with_rms(facts),
         "model_type": "glm4",
@@ -380,7 +380,7 @@ def exaone4(facts: Facts) -> Configuration:
 
 LOCAL_BASE = 10000.0  # the default base of rotation of layers with a window
 FINAL_CAP = 30.0  # the default cap of logits of Gemma 2 and 4; Gemma 3 has none
-BIG_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, which scale queries otherwise
+BIG_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models: other scale of queries
 UNROTATED = 1e30  # frequencies of numbers that are not rotated are divided by this
 EXPERTS = "expert_feed_forward_length"
 
@@ -494,7 +494,7 @@ def _proportional(facts: Facts, head: int) -> Configuration:
     factors = numbers_of(facts.model, facts.need("rope_freqs.weight").name)
     rotated = len(list(takewhile(lambda factor: factor == 1.0, factors)))
     if len(factors) != head // 2 or any(factor < 0.99 * UNROTATED for factor in factors[rotated:]):
-        raise facts.refusal("its rope_freqs are other than 1 and infinite ones")
+        raise facts.refusal("its rope_freqs have values other than 1 and infinity")
     return {
         "rope_type": "proportional",
         "partial_rotary_factor": 2 * rotated / head,
@@ -578,7 +578,7 @@ def stablelm(facts: Facts) -> Configuration:
 def olmo(facts: Facts) -> Configuration:
     """Norms have no weights."""
     if (epsilon := facts.epsilon(EPSILON)) != OLMO_EPSILON:
-        raise facts.refusal(f"its norms have the epsilon {epsilon}, and OLMo's {OLMO_EPSILON}")
+        raise facts.refusal(f"its norms have the epsilon {epsilon}, not OLMo's {OLMO_EPSILON}")
     return {**common(facts), "model_type": "olmo", "hidden_act": "silu", "pad_token_id": None}
 
 

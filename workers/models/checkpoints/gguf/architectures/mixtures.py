@@ -173,13 +173,13 @@ def deepseek2(facts: Facts) -> Configuration:
     if score == SIGMOID:
         return found
     if normalised:
-        raise facts.refusal("its experts' shares are normalised, which DeepSeek-V2's are not")
+        raise facts.refusal("its experts' shares are normalised, unlike DeepSeek-V2's")
     method = "group_limited_greedy" if groups > 1 else "greedy"
     return {**found, "model_type": "deepseek_v2", "topk_method": method}
 
 
 def _youtu(facts: Facts) -> Configuration:
-    """Layers of DeepSeek-V3 without experts, for which files have values all the same."""
+    """Layers of DeepSeek-V3 without experts; files have values for them all the same."""
     for key in ("expert_used_count", "expert_shared_count", "expert_feed_forward_length"):
         facts.whole(key, 0)
     return {
@@ -271,7 +271,7 @@ def hunyuan_moe(facts: Facts) -> Configuration:
     width = facts.whole("expert_feed_forward_length")
     shared = facts.whole("expert_shared_count", 1)
     if shared != 1 or shared_width(facts) != width:
-        raise facts.refusal(f"it has {shared} shared experts of another width than others")
+        raise facts.refusal(f"its {shared} shared experts differ in width from the others")
     return {
         **found,
         "model_type": "hunyuan_v1_moe",
@@ -287,7 +287,7 @@ def llama4(facts: Facts) -> Configuration:
     found = {**with_rms(facts), **experts_of(facts, SIGMOID)}
     experts, layers = found.pop("num_experts"), range(found["num_hidden_layers"])
     if "attention.sliding_window" in facts:
-        raise facts.refusal("it says of a window, where Llama 4 has chunks of 8192")
+        raise facts.refusal("it has a window, but Llama 4 has chunks of 8192")
     step = facts.whole("interleave_moe_layer_step")
     return {
         **found,

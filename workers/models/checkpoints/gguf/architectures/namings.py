@@ -531,5 +531,5 @@ NAMINGS: Mapping[str, Naming] = {
         single={"shortconv.conv": 1},
     ),
 }
-"""Architecture of llama.cpp -> its names; Llama with experts is `mixtral`, and `bamba` one of
+"""Architecture of llama.cpp -> its names; Llama with experts is `mixtral`; `bamba` is a
 `granitehybrid`."""
