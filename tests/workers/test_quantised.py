@@ -317,7 +317,7 @@ def cast(name: str, to: Callable[[Tensor], Tensor]) -> Callable[[Parts], object]
     [
         ("awq", lambda t: t.pop(f"{LAYER}.scales"), f"{LAYER}.scales is missing"),
         ("fp8, blocks", lambda t: t.pop(f"{LAYER}.weight_scale_inv"), "scale_inv is missing"),
-        ("int4", lambda t: t[f"{LAYER}.weight_shape"].zero_(), f"{LAYER}.weight_shape does not go"),
+        ("int4", lambda t: t[f"{LAYER}.weight_shape"].zero_(), f"{LAYER}.weight_shape does not fit"),
         ("gptq", lambda t: t[f"{LAYER}.g_idx"].fill_(-1), f"{LAYER}.g_idx names group -1"),
         *(
             (
@@ -337,7 +337,7 @@ def cast(name: str, to: Callable[[Tensor], Tensor]) -> Callable[[Parts], object]
                 ("int4", "weight_shape", Tensor.float, "F32"),
             )
         ),
-        ("gptq", lambda t: t.update({f"{LAYER}.g_idx": torch.zeros(3).int()}), "does not go"),
+        ("gptq", lambda t: t.update({f"{LAYER}.g_idx": torch.zeros(3).int()}), "does not fit"),
         ("awq", lambda t: t.update({f"{LAYER}.weight": torch.zeros(2, 2)}), "plain and quantised"),
         (
             "fp8, blocks",
