@@ -38,7 +38,7 @@ from dovetail.workers.models.backends.placement import Demand, Place, coded_byte
 from dovetail.workers.models.backends.sizes import sizes_of
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.backends.stages import stage as stages
-from dovetail.workers.models.backends.stages.engines import KernelEngine, RoundedLayer, TorchEngine
+from dovetail.workers.models.backends.stages.engines import KernelEngine, TorchEngine
 from dovetail.workers.models.backends.stages.stage import PromptReader, Stage
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.language_model import LanguageModel
@@ -207,7 +207,7 @@ class Bench:
             )
         stage.finish(self.staged._staging.capture, self.staged._cache)
         for index, layer in stage.settled.items():
-            self.own._coded[index] = RoundedLayer(layer)
+            self.own._coded[index] = layer.roughly
 
     @property
     def streamed_bytes(self) -> int:

@@ -635,9 +635,9 @@ def test_weights_file_are_refused_where_there_are_no_blocks_and_where_they_are_n
     tmp_path: Path,
 ) -> None:
     file, twin = write(tmp_path)
-    with pytest.raises(CheckpointError, match="this model has none: use weights fp32"):
+    with pytest.raises(CheckpointError, match=r"it has no blocks .*: use weights fp32"):
         load(twin, "file")
-    with pytest.raises(CheckpointError, match="with weights file is not"):
+    with pytest.raises(CheckpointError, match=r"file weights need the C\+\+ kernels"):
         load(file, "file", backend="library")
 
 

@@ -37,32 +37,22 @@ KNOWN = {"position_bias": "biases of positions (position_bias)"}  # other names 
 Reach = tuple[int | None, int]  # the window of a row, or None, and the size of chunks, or 0
 
 
+@dataclass
 class Masks:
-    """Masks to add to scores, zero except for a few columns, reused from pass to pass."""
+    """The form of the masks that are added to scores."""
 
-    def __init__(self, *, groups: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.groups = groups
-        self._device, self._dtype = device, dtype
-        self._kept: dict[tuple[int, Reach], tuple[Tensor, list[slice]]] = {}
-        """For each place in a pass and reach: a mask and its non-zero columns."""
+    groups: int  # query heads of a key head
+    device: torch.device
+    dtype: torch.dtype
 
-    def make(
-        self, place: int, reach: Reach, slots: int, parts: Sequence[tuple[int, Tensor]]
-    ) -> Tensor:
-        """Return [groups * count, slots], zero except in `parts`: first column, [count, K]."""
+    def make(self, slots: int, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """Return [1, 1, groups * count, slots], zero but for `parts`: first column and its [count,
+        K]."""
         rows = self.groups * parts[0][1].shape[0]
-        kept, written = self._kept.get((place, reach), (None, []))
-        if kept is None or kept.shape[0] < rows or kept.shape[1] < slots:
-            kept = torch.zeros(max(rows, 64), 2 * slots, dtype=self._dtype, device=self._device)
-        else:
-            for columns in written:
-                kept[:, columns] = 0.0
-        written = [slice(first, first + part.shape[1]) for first, part in parts]
-        mask = kept[:rows, :slots]
-        for columns, (_, part) in zip(written, parts, strict=True):
-            mask[:, columns] = part.repeat(self.groups, 1)
-        self._kept[place, reach] = kept, written
-        return mask
+        mask = torch.zeros(rows, slots, dtype=self.dtype, device=self.device)
+        for first, part in parts:
+            mask[:, first : first + part.shape[1]] = part.repeat(self.groups, 1)
+        return mask.unsqueeze(0).unsqueeze(0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,6 @@ class Block:
     """A segment in a pass, with the masks of the layers' windows."""
 
     segment: Segment
-    place: int
     first: int
     masks: Masks
     _made: dict[Reach, tuple[int, Tensor | None]] = field(default_factory=dict)
@@ -102,9 +91,7 @@ class Block:
         parts = [(prefix - low, tail)]
         if high > low:
             parts.append((0, self._before(low, high, oldest)))
-        return low, self.masks.make(self.place, (window, chunk), stop - low, parts).unsqueeze(
-            0
-        ).unsqueeze(0)
+        return low, self.masks.make(stop - low, parts)
 
     def _tail(self, prefix: int, stop: int) -> Tensor:
         """[count, stop - prefix] of 0 and -inf: the slots after the prefix that rows see."""
@@ -181,8 +168,8 @@ def handing(blocks: tuple[Block, ...], notes: Notes) -> Iterator[None]:
 def arrange(segments: Sequence[Segment], masks: Masks) -> tuple[Block, ...]:
     """The blocks of a pass."""
     blocks, first = [], 0
-    for place, segment in enumerate(segments):
-        blocks.append(Block(segment, place, first, masks))
+    for segment in segments:
+        blocks.append(Block(segment, first, masks))
         first += segment.count
     return tuple(blocks)
 

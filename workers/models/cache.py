@@ -66,10 +66,7 @@ class SlotCache(ABC):
     def keep(self, slots: Sequence[int], committed: int) -> None:
         free = range(self.length, self.capacity)
         if any(slot not in free for slot in slots) or not 0 <= committed <= len(slots):
-            raise ValueError(
-                f"cannot commit {committed} of slots {list(slots)}: {self.length} of "
-                f"{self.capacity} are committed already"
-            )
+            raise ValueError(f"cannot commit {committed} of slots {list(slots)}")
         moves = (i for i, slot in enumerate(slots) if slot != self.length + i)
         in_place = next(moves, len(slots))
         first, moved = self.length + in_place, slots[in_place:]
@@ -155,9 +152,9 @@ class KVCache(SlotCache):
         layer."""
         stop = start + key.shape[1]
         if not self.length <= start <= stop <= self.capacity:
+            most = self.capacity - 1
             raise ValueError(
-                f"slots {start}..{stop - 1} are outside {self.length}..{self.capacity - 1}, the "
-                "writable slots"
+                f"{start}..{stop - 1} are not of {self.length}..{most}, the writable slots"
             )
         for own, given in zip(self.of_layer(layer), (key, value), strict=False):
             own[:, start:stop] = rounded(given, own.dtype).to(own.device)
@@ -207,14 +204,8 @@ class MixedKVCache(KVCache):
         self.capacity = self._room = capacity
         self.length = 0
         self._heads = heads
-        self._rows = [
-            torch.zeros(
-                *(1 if own.latent else 2, own.kv_heads, capacity, own.head_dim),
-                dtype=dtype,
-                device=device,
-            )
-            for own in heads
-        ]
+        shapes = [(1 if own.latent else 2, own.kv_heads, capacity, own.head_dim) for own in heads]
+        self._rows = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
 
     @property
     def _parts(self) -> list[Tensor]:

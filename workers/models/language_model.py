@@ -152,10 +152,8 @@ class LanguageModel:
         """ValueError for positions that the tables of the model do not have, nor its embeddings."""
         first, last = (int(end) for end in positions.aminmax())
         if first < 0 or last >= self.context:
-            raise ValueError(
-                f"positions {first} to {last}, where the model's context has 0 to "
-                f"{self.context - 1}"
-            )
+            most = self.context - 1
+            raise ValueError(f"positions {first} to {last}, and the context has 0 to {most}")
 
 
 class NotFiniteError(CheckpointError):
@@ -182,10 +180,8 @@ def check_attention(model: LanguageModel) -> None:
             if model.weights == "fp32"
             else "use weights fp32, or fetch the model again"
         )
-        raise NotFiniteError(
-            f"{model.checkpoint.source}: the model computes no finite logits with "
-            f"{model.weights} weights; {remedy}"
-        )
+        text = f"the model computes no finite logits with {model.weights} weights"
+        raise NotFiniteError(f"{model.checkpoint.source}: {text}; {remedy}")
     unwritten = isinstance(plain, KVCache) and not bool(
         torch.isfinite(plain.rows[..., : plain.capacity, :]).all()
     )

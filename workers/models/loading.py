@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers import kernels
@@ -53,7 +52,6 @@ from dovetail.workers.models.language_model import (
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.remembered import ProofMemory, Proofs, recall
 from dovetail.workers.models.wanted import (
-    BLOCK_WEIGHTS,
     FILE_KINDS,
     GPU_TYPES,
     LINEAR_TYPES,
@@ -159,7 +157,6 @@ def _on_cpu(
 ) -> LanguageModel:
     """The kernels if possible, else the library. `kept`: the checkpoint whose searched blocks are
     cached."""
-    _refuse_blocks(checkpoint, wanted)
     why_not = against_kernels(wanted) or for_library(wanted)
     if not why_not:
         memory = ProofMemory(checkpoint, wanted)
@@ -180,18 +177,16 @@ def _on_cpu(
             return model
         except CoarseError as error:
             remedy = "use weights fp32, or those of the file (file, half)"
-            raise CheckpointError(f"{checkpoint.source}: {error}: {remedy}") from error
+            raise checkpoint.refusal(f"{error}: {remedy}") from error
         except UnsupportedError as error:
             why_not = _why_rounded(wanted, checkpoint) or (
                 f"the C++ kernels cannot compute model type {kind}: {error}"
             )
         except StumbledError as error:
             if wanted.stage is not None and isinstance(error.__cause__, NotImplementedError):
-                raise CheckpointError(
-                    f"{checkpoint.source}: torch cannot multiply {wanted.weights} weights on the "
-                    f"device that is to compute its layers ({error.stumble}); use target.weights "
-                    "half or fp32, or leave target.split, target.device and memory.vram out"
-                ) from error
+                other = "use half or fp32, or leave target.split, target.device, memory.vram out"
+                what = f"torch has no product of {wanted.weights} weights on that device"
+                raise checkpoint.refusal(f"{what} ({error.stumble}); {other}") from error
             why_not = f"the C++ kernels cannot compute model type {kind}: {error.stumble}"
     if wanted.stage is None:
         refuse_without_kernels(model_type(checkpoint), checkpoint.source, why_not)
@@ -210,18 +205,7 @@ def _why_rounded(wanted: Wanted, checkpoint: Checkpoint) -> str:
     rounds = wanted.asked == "bf16" and checkpoint.tensors  # random ones are made in bf16
     if not rounds or type_of("stored", checkpoint) == "bf16":
         return ""
-    return (
-        "weights bf16 are rounded, and the C++ kernels multiply 16-bit weights as they are stored"
-    )
-
-
-def _refuse_blocks(checkpoint: Checkpoint, wanted: Wanted) -> None:
-    """Return a `CheckpointError` for what cannot be computed with the blocks of a file."""
-    if wanted.backend == "library" and wanted.weights in BLOCK_WEIGHTS:
-        raise CheckpointError(
-            f"{checkpoint.source}: a model with weights {wanted.asked} is not computed by the "
-            "library: use weights fp32 or int8"
-        )
+    return "weights bf16 are rounded, and the C++ kernels multiply weights as they are stored"
 
 
 def _free_bytes(device: torch.device) -> int | None:
@@ -259,16 +243,12 @@ def _refuse_library(
     refuse_without_kernels(model_type(checkpoint), checkpoint.source, where)
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
         because = f", because {why_not}" if why_not else ""
-        raise CheckpointError(
-            f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back "
-            f"end {wanted.backend}{because}; use weights fp32"
-        )
+        what = f"{wanted.weights} weights with back end {wanted.backend}"
+        raise checkpoint.refusal(f"no {what} on {device}{because}; use weights fp32")
     own = CACHE_NAMES[GPU_TYPES[wanted.weights]]
     if wanted.cache not in ("auto", own):
-        raise CheckpointError(
-            f"{checkpoint.source}: on {device} keys and values have the type of the weights "
-            f"({own}), and target.cache = {wanted.cache!r}: leave it out"
-        )
+        cache = f"target.cache = {wanted.cache!r}: leave it out"
+        raise checkpoint.refusal(f"on {device} keys and values are {own}, as the weights; {cache}")
 
 
 def _library_on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device) -> LanguageModel:
@@ -292,7 +272,7 @@ def _library_on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device
 def _check_fits(checkpoint: Checkpoint, weights: str, device: torch.device) -> None:
     free = _free_bytes(device)
     if free is not None and (why := against_device(checkpoint, weights, device, free)):
-        raise CheckpointError(f"{checkpoint.source}: {why}")
+        raise checkpoint.refusal(why)
 
 
 def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> LanguageModel | str:

@@ -52,10 +52,8 @@ class RecurrentStates:
         `chain`: consecutive; `follows`: behind the last ones, in the same pass. RuntimeError after
         a failed pass."""
         if self.length > start:
-            raise RuntimeError(
-                f"the states of a session hold {self.length} rows, and slot {start} is to be "
-                "computed: a pass over them failed; read the session again"
-            )
+            text = f"the states of a session hold {self.length} rows, not {start}"
+            raise RuntimeError(f"{text}: a pass over them failed; read the session again")
         stop, oldest = start + count, int(self.folded.min())
         on = follows and chain and start == self._ahead
         whole = on or (chain and start == committed and count >= CHAIN)
@@ -73,10 +71,8 @@ class RecurrentStates:
         if self.length > length:
             raise RuntimeError(f"{length} rows are to be kept, and the states hold {self.length}")
         if slots:
-            source, target = (
-                self._places(torch.tensor(part))
-                for part in (slots, range(first, first + len(slots)))
-            )
+            source = self._places(torch.tensor(slots))
+            target = self._places(torch.arange(first, first + len(slots)))
             for rows in self._layers():
                 rows[target] = rows[source]
         last = max((c.length for c in self._checkpoints if c.periodic), default=0)
@@ -146,9 +142,8 @@ class RecurrentStates:
         factors = torch.empty(ring * sum(shape.row for shape in self.shapes), device=self._device)
         slots = torch.arange(max(0, start - self._ring), start, device=self._device)
         if self._ring:
-            for new, old in zip(
-                factors_of_layers(self.shapes, factors, ring), self._layers(), strict=True
-            ):
+            layers = factors_of_layers(self.shapes, factors, ring)
+            for new, old in zip(layers, self._layers(), strict=True):
                 new[slots % ring] = old[slots % self._ring]
         self._ring, self._factors = ring, factors
 

@@ -10,7 +10,6 @@ import json
 import logging
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dovetail.protocol.files import cache_folder, tidy
+from dovetail.protocol.files import cache_folder
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.assembly import StumbledError, assemble
@@ -33,7 +32,7 @@ from dovetail.workers.models.backends.packing import KernelNorm
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
-from dovetail.workers.models.checkpoints.files import read_bytes
+from dovetail.workers.models.checkpoints.files import read_bytes, write_kept
 from dovetail.workers.models.checkpoints.loader import Skeleton, pieced_skeleton, stored_skeleton
 from dovetail.workers.models.checkpoints.quantised.searched import in_blocks
 from dovetail.workers.models.checkpoints.tables import WidenedEmbedding
@@ -129,13 +128,7 @@ class Proofs:
         """Save a proof; log a failure."""
         text = json.dumps(dataclasses.asdict(proof))
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.folder, suffix=".new", delete=False, encoding="utf-8"
-            ) as file:
-                file.write(f"{_seal(key, text)}\n{text}")
-            Path(file.name).replace(self._file(key))
-            tidy(self.folder, MOST_KEPT)
+            write_kept(self._file(key), f"{_seal(key, text)}\n{text}".encode(), MOST_KEPT)
         except OSError as error:
             why = error.strerror or error
             log.warning("proofs cannot be saved in %s (%s)", self.folder, why)
@@ -154,11 +147,6 @@ def tell_proof(day: str, name: str) -> None:
         print(
             f"{name}: loaded by its proof of {day}, in {cache_folder() / FOLDER}", file=sys.stderr
         )
-
-
-def today() -> str:
-    """Return the date in the format of proofs."""
-    return time.strftime("%Y-%m-%d")
 
 
 def digest_of_logits(logits: torch.Tensor) -> str:
@@ -337,7 +325,7 @@ def outline_of(skeleton: Skeleton) -> Proof | None:
         angles={},
         attention=(),
         logits="",
-        made=today(),
+        made=time.strftime("%Y-%m-%d"),
     )
 
 
@@ -358,7 +346,7 @@ def skeleton_by(proof: Proof, checkpoint: Checkpoint, wanted: Wanted) -> Skeleto
     """Return the skeleton of a checkpoint by its proof."""
     model = Outline(proof)
     if proof.stored is None:
-        plain = pieced_skeleton(model, checkpoint, proof.tied)
+        plain = pieced_skeleton(model, checkpoint, proof.tied, checked=True)
     else:
         plain = stored_skeleton(model, checkpoint, proof.stored, frozenset(proof.transposed))
     return in_blocks(plain, checkpoint, wanted.weights)

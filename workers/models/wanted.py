@@ -54,16 +54,13 @@ def check_names(weights: str, backend: str) -> None:
 
 def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> str:
     """Return `weights` with half, file, int4 and stored replaced by the checkpoint's types."""
-    own = f"file-{activations}"
+    own, in_blocks = f"file-{activations}", checkpoint.has_blocks
     if weights == "int4":
-        _refuse_search(checkpoint)
+        if in_blocks:
+            raise checkpoint.refusal("its numbers are blocks already: use weights file")
         return f"int4-{activations}"
-    if weights == "file" and not checkpoint.has_blocks:
-        raise CheckpointError(
-            f"{checkpoint.source}: weights file are the blocks of a GGUF file or of experts in "
-            "MXFP4, and this model has none: use weights fp32, half or int8"
-        )
-    in_blocks = checkpoint.has_blocks
+    if weights == "file" and not in_blocks:
+        raise checkpoint.refusal("it has no blocks (GGUF, MXFP4): use weights fp32, half or int8")
     if weights == "file" or (
         weights == "stored" and in_blocks and not packing.reason_against(KINDS[own])
     ):
@@ -84,27 +81,14 @@ def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> 
     remedy = "fp32 or int8" if checkpoint.is_coded else "fp32, or convert it to F16"
     if in_blocks:
         found, remedy = "blocks", f"file, {remedy}"
-    raise CheckpointError(
-        f"{checkpoint.source}: half weights need a checkpoint of 16-bit weights, this one has "
-        f"{found}: use weights {remedy}"
-    )
-
-
-def _refuse_search(checkpoint: Checkpoint) -> None:
-    if checkpoint.has_blocks:
-        raise CheckpointError(
-            f"{checkpoint.source}: its numbers are blocks already, which weights int4 would round "
-            "once more: use weights file"
-        )
+    need = "half weights need a checkpoint of 16-bit weights"
+    raise checkpoint.refusal(f"{need}, this one has {found}: use weights {remedy}")
 
 
 def _configured_type(weights: str, folder: Path) -> str:
     """Return the type according to a config.json's dtype; 16 bits if it has none."""
     if weights == "file":
-        raise CheckpointError(
-            f"{folder}: weights file are the blocks of a file, and random weights, as a "
-            "calibration takes them, are in none; use weights int8"
-        )
+        raise CheckpointError(f"{folder}: random weights are no blocks of a file; use weights int8")
     if weights == "int4":
         return "int4-int8"
     if weights not in ("half", "stored"):
@@ -118,10 +102,8 @@ def _configured_type(weights: str, folder: Path) -> str:
         return name
     if weights == "stored":
         return "fp32"
-    raise CheckpointError(
-        f"{file}: half weights need a checkpoint of 16-bit weights, and this one's are not "
-        "(dtype); use weights fp32"
-    )
+    text = "half weights need a checkpoint of 16-bit weights, and this one's are not (dtype)"
+    raise CheckpointError(f"{file}: {text}; use weights fp32")
 
 
 Stager = Callable[[Mapping[str, Any], str, Matrices], Staging]
@@ -162,10 +144,8 @@ class Wanted:
                 "out"
             )
         if self.cache == "half":
-            raise CheckpointError(
-                f"{source}: target.cache = 'half' needs the C++ kernels, and {why_not}: leave it "
-                "out, or use fp32"
-            )
+            text = f"target.cache = 'half' needs the C++ kernels, and {why_not}"
+            raise CheckpointError(f"{source}: {text}: leave it out, or use fp32")
 
     def refuse_library(self, source: str, why_not: str) -> None:
         """`CheckpointError` if settings insist on the kernels or their weights; `why_not`: none
@@ -173,18 +153,9 @@ class Wanted:
         if self.backend == "kernels":
             other = "backend library and weights fp32" if self.rounded else "backend library"
             raise CheckpointError(f"{source}: {why_not}; or use {other}")
-        if self.weights == "int8" and self.backend == "library":
-            raise CheckpointError(
-                f"{source}: target.backend = 'library' has no int8 weights: leave it out, or use "
-                "weights fp32"
-            )
-        if self.weights == "int8" or self.weights in BLOCK_WEIGHTS:
-            raise CheckpointError(
-                f"{source}: {self.asked} weights need the C++ kernels, and {why_not}; or use "
-                "weights fp32"
-            )
         if self.rounded:
-            raise CheckpointError(
-                f"{source}: half weights of a BF16 checkpoint need the C++ kernels, and {why_not}; "
-                "or use weights fp32 or bf16"
-            )
+            what, others = f"{self.asked} weights", "fp32"
+            if self.weights == "bf16":
+                what, others = "half weights of a BF16 checkpoint", "fp32 or bf16"
+            need = f"{what} need the C++ kernels, and {why_not}"
+            raise CheckpointError(f"{source}: {need}; or use weights {others}")

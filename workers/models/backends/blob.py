@@ -1,9 +1,9 @@
 """A layer's matrices in one contiguous memory in the kernels' layout, to copy to a device at once.
 The CPU kernels read it directly; `unpack` lays a matrix out for torch."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from ctypes import memmove
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any
 
@@ -12,21 +12,18 @@ from torch import Tensor
 
 from dovetail.workers.kernels import ALIGNMENT, Kind, PackedMatrix, fresh_memory
 from dovetail.workers.kernels.blocks import BlockMatrix, Part
-from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan
+from dovetail.workers.kernels.layer_plan import (
+    BesidePlan,
+    ExpertsPlan,
+    InputPlan,
+    LatentPlan,
+    LayerPlan,
+    RouterPlan,
+)
 
-MATRICES = ("qkv", "output", "gate_up", "down", "mixer_gate")  # the matrices of all rows, by name
-PARTS = {
-    "beside_given": ("beside", "given"),
-    "beside_output": ("beside", "output"),
-    "query_up": ("latent", "query_up"),
-    "input_gate": ("own_input", "gate"),
-    "input_projection": ("own_input", "projection"),
-}
-"""Other matrices, by their part of a plan and their names in it."""
-BY_HEAD = ("key_up", "value_up")  # the matrices of the heads of attention over latents
-ROUTER, SHARED_GATE, EXPERTS = "router", "shared_gate", ("gate_up", "down")
-AROUND = {"before_experts": "before", "behind_experts": "behind"}
-"""The matrices before and after experts of another width, by their names in the experts' plan."""
+NESTED = (BesidePlan, InputPlan, LatentPlan, ExpertsPlan, RouterPlan)
+"""Parts of a layer's plan that hold matrices, too."""
+EXPERTS, ROUTER, SHARED_GATE = "experts.", "experts.router.logits", "experts.shared_gate"
 PANEL, VECTOR, STEP = 48, 16, 4  # of `kernels/native/packing.h`: outputs of a panel, of a vector
 ELEMENTS: Mapping[IntEnum, torch.dtype] = {
     Kind.FP32: torch.float32,
@@ -64,67 +61,44 @@ class Blob:
     matrices: Mapping[str, Lying]
 
 
-def numbered(part: str, index: int) -> str:
-    """Return the name of a matrix of an expert, or of a head."""
-    return f"{part}.{index}"
-
-
-def named(plan: LayerPlan, *, experts: bool = True) -> dict[str, PackedMatrix]:
-    """Return a layer's matrices by name; `experts`: with those of experts and router."""
-    found = {name: part for name in MATRICES if (part := getattr(plan, name)) is not None}
-    for name, (owner, field) in PARTS.items():
-        if (matrix := getattr(getattr(plan, owner), field, None)) is not None:
-            found[name] = matrix
-    if plan.latent is not None:
-        found |= _listed(plan.latent, BY_HEAD)
-    if plan.experts is not None and plan.experts.shared_gate is not None:
-        found[SHARED_GATE] = plan.experts.shared_gate
-    if plan.experts is None or not experts:
+def named(plan: Any, *, experts: bool = True) -> dict[str, PackedMatrix]:
+    """Return a layer's matrices by their fields, such as `latent.key_up.0`; `experts`: with those
+    of experts and router."""
+    found: dict[str, PackedMatrix] = {}
+    for name, value in _parts(plan):
+        parts = {"": value} if isinstance(value, PackedMatrix) else dict[str, PackedMatrix]()
+        if isinstance(value, NESTED):
+            parts = {f".{inner}": matrix for inner, matrix in named(value).items()}
+        elif isinstance(value, Sequence):
+            parts = {f".{index}": matrix for index, matrix in enumerate(value)}
+        found |= {f"{name}{inner}": matrix for inner, matrix in parts.items()}
+    if experts:
         return found
-    found[ROUTER] = plan.experts.router.logits
-    for name, field in AROUND.items():
-        if (matrix := getattr(plan.experts, field)) is not None:
-            found[name] = matrix
-    return found | _listed(plan.experts, EXPERTS)
+    rest = (name for name in found if not name.startswith(EXPERTS) or name == SHARED_GATE)
+    return {name: found[name] for name in rest}
 
 
-def _listed(owner: Any, parts: Sequence[str]) -> dict[str, PackedMatrix]:
-    return {
-        numbered(part, index): matrix
-        for part in parts
-        for index, matrix in enumerate(getattr(owner, part))
-    }
+def _parts(plan: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a plan that are matrices, lists of them, or parts that hold some."""
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        first = value[0] if isinstance(value, Sequence) and value else value
+        if isinstance(first, (PackedMatrix, *NESTED)):
+            yield field.name, value
 
 
-def _with(plan: LayerPlan, matrices: Mapping[str, PackedMatrix]) -> LayerPlan:
-    moved: dict[str, Any] = {name: matrices[name] for name in MATRICES if name in matrices}
-    for name, (owner, field) in PARTS.items():
-        if name in matrices:
-            part = moved.get(owner, getattr(plan, owner))
-            moved[owner] = replace(part, **{field: matrices[name]})
-    if plan.latent is not None:
-        latent = moved.get("latent", plan.latent)
-        moved["latent"] = replace(latent, **_lists(plan.latent, BY_HEAD, matrices))
-    if plan.experts is not None:
-        moved["experts"] = _with_experts(plan.experts, matrices)
+def _with(plan: Any, matrices: Mapping[str, PackedMatrix], path: str = "") -> Any:
+    """Return a plan with other matrices in the place of those that are named."""
+    moved = dict[str, Any]()
+    for name, value in _parts(plan):
+        full = f"{path}{name}"
+        if isinstance(value, NESTED):
+            moved[name] = _with(value, matrices, f"{full}.")
+        elif isinstance(value, Sequence):
+            moved[name] = [matrices.get(f"{full}.{i}", own) for i, own in enumerate(value)]
+        else:
+            moved[name] = matrices.get(full, value)
     return replace(plan, **moved)
-
-
-def _with_experts(plan: ExpertsPlan, matrices: Mapping[str, PackedMatrix]) -> ExpertsPlan:
-    if SHARED_GATE in matrices:
-        plan = replace(plan, shared_gate=matrices[SHARED_GATE])
-    if ROUTER not in matrices:
-        return plan
-    around: dict[str, Any] = {field: matrices.get(name) for name, field in AROUND.items()}
-    router = replace(plan.router, logits=matrices[ROUTER])
-    return replace(plan, router=router, **around, **_lists(plan, EXPERTS, matrices))
-
-
-def _lists(owner: Any, parts: Sequence[str], matrices: Mapping[str, PackedMatrix]) -> Any:
-    return {
-        part: [matrices[numbered(part, index)] for index in range(len(getattr(owner, part)))]
-        for part in parts
-    }
 
 
 def alone(matrix: PackedMatrix) -> tuple[Lying, Tensor]:
@@ -148,19 +122,18 @@ def gather(plan: LayerPlan, *, experts: bool = True) -> Blob:
 def hollow(plan: LayerPlan, names: Collection[str]) -> LayerPlan:
     """Return the layer without its matrices' memory, for `plan_at` and for its shapes."""
     own = named(plan)
-    return _with(plan, {name: own[name].at(None, own[name].struct.packed) for name in names})
+    moved = {name: own[name].at(None, own[name].struct.packed) for name in names}
+    hollowed: LayerPlan = _with(plan, moved)
+    return hollowed
 
 
 def plan_at(plan: LayerPlan, blob: Blob, memory: Tensor) -> LayerPlan:
     """Return the layer with its matrices in `memory`, a copy of the blob's on the CPU."""
-    own = named(plan)
-    return _with(
-        plan,
-        {
-            name: own[name].at(memory, memory.data_ptr() + lying.offset)
-            for name, lying in blob.matrices.items()
-        },
-    )
+    own, start = named(plan), memory.data_ptr()
+    there = blob.matrices.items()
+    moved = {name: own[name].at(memory, start + lying.offset) for name, lying in there}
+    placed: LayerPlan = _with(plan, moved)
+    return placed
 
 
 @dataclass(frozen=True)

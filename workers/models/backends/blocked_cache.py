@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,14 +58,9 @@ class BlockedCache(SlotCache):
         """`dtype`: float32 or float16. `latent`: values are latents, and there are no keys."""
         self.capacity = capacity
         self.length = 0
-        self.keys, self.values = new_cache(
-            layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            capacity=with_room(capacity),
-            dtype=dtype,
-            latent=latent,
-        )
+        heads = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+        self._new = partial(new_cache, **heads, dtype=dtype, latent=latent)
+        self.keys, self.values = self._open(with_room(capacity))
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
         if self.length < self.first:  # a window moves over rows that other sessions share
@@ -76,9 +72,8 @@ class BlockedCache(SlotCache):
         target = torch.arange(first, first + len(slots)) - self.first
         for keys, values in self._views(self.keys, self.values):
             values[..., target, :] = values[..., source, :]
-            keys[..., target // LANES, :, target % LANES] = keys[
-                ..., source // LANES, :, source % LANES
-            ]
+            moved = keys[..., source // LANES, :, source % LANES]
+            keys[..., target // LANES, :, target % LANES] = moved
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
@@ -122,9 +117,8 @@ class BlockedCache(SlotCache):
         for begin, end, held in self._stretches(start, stop):
             for (new_keys, new_values), (old_keys, old_values) in zip(new, held, strict=True):
                 to, blocks = begin - start, -(-(end - begin) // LANES)
-                new_keys[..., to // LANES : to // LANES + blocks, :, :] = old_keys[
-                    ..., :blocks, :, :
-                ]
+                block = to // LANES
+                new_keys[..., block : block + blocks, :, :] = old_keys[..., :blocks, :, :]
                 new_values[..., to : to + end - begin, :] = old_values[..., : end - begin, :]
         return keys, values
 
@@ -133,11 +127,8 @@ class BlockedCache(SlotCache):
     ) -> Iterator[tuple[int, int, list[tuple[Tensor, Tensor]]]]:
         """Yield places of slots `start` to `stop` - 1: first, end, and views from the first on."""
         if self.shared is not None and start < min(stop, self.first):
-            yield (
-                start,
-                min(stop, self.first),
-                self._from(start, self.shared.keys, self.shared.values),
-            )
+            held = self._from(start, self.shared.keys, self.shared.values)
+            yield start, min(stop, self.first), held
         if (begin := max(start, self.first)) < stop:
             yield begin, stop, self._from(begin - self.first, self.keys, self.values)
 
@@ -166,15 +157,7 @@ class BlockedCache(SlotCache):
         return layers * kv_heads * (self.keys.shape[3] + head_dim)
 
     def _open(self, capacity: int) -> tuple[Tensor, Tensor]:
-        layers, kv_heads, _, head_dim = self.values.shape
-        return new_cache(
-            layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            capacity=capacity,
-            dtype=self.values.dtype,
-            latent=self.keys.shape[3] == 0,
-        )
+        return self._new(capacity=capacity)
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [kv_heads, stop - start, head_dim] of own slots of a layer."""
@@ -249,14 +232,8 @@ def cache_of(
     heads are latents with a key."""
     if len(set(heads)) == 1:
         kv_heads, head_dim = heads[0]
-        cache = BlockedCache(
-            layers=len(heads),
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            capacity=capacity,
-            dtype=dtype,
-            latent=latent,
-        )
+        size = {"layers": len(heads), "kv_heads": kv_heads, "head_dim": head_dim}
+        cache = BlockedCache(**size, capacity=capacity, dtype=dtype, latent=latent)
     else:
         cache = MixedCache(heads, capacity=capacity, dtype=dtype)
     if shapes:

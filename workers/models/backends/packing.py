@@ -279,10 +279,7 @@ class LatentParts:
         self._norms = latent_norm, query_norm
         size = said.plain + said.value_dim
         if up.bias is not None or tuple(up.weight.shape) != (said.heads * size, said.rank):
-            raise UnsupportedError(
-                f"{said.latent_up} makes {up.out_features} numbers of {up.in_features}, where "
-                f"{said.heads} heads of {size} are described without biases"
-            )
+            raise UnsupportedError(f"{said.latent_up} is not of {said.heads} heads of {size}")
         self._weights: Tensor = up.weight.detach().view(said.heads, size, said.rank)
 
     @property
@@ -324,8 +321,5 @@ def reason_against(kind: Kind) -> str:
     y, expected = matrix.linear(x), x @ weight.float().t()
     difference = float((y - expected).abs().max() / expected.abs().max())
     if not difference <= (3e-2 if kind in ROUNDING else 1e-5):
-        return (
-            f"the C++ kernels differ from torch's linear by {difference:.1e} for {kind.name} "
-            f"weights; rebuild them: {kernels.BUILD}"
-        )
+        return f"the C++ kernels are off by {difference:.1e}; rebuild them: {kernels.BUILD}"
     return ""

@@ -232,10 +232,8 @@ def reader_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
 def _computed(sizes: Sizes, demand: Demand) -> int:
     if demand.computed is not None:
         if demand.computed > sizes.layers:
-            raise SettingsError(
-                f"target.split.layers = {demand.computed}, but the model has {sizes.layers} "
-                "layers: use at most that many"
-            )
+            text = f"target.split.layers = {demand.computed}, but the model has {sizes.layers}"
+            raise SettingsError(f"{text} layers: use at most that many")
         return demand.computed
     if demand.device_bytes is None or demand.streams:
         return sizes.layers
@@ -252,10 +250,8 @@ def _computed(sizes: Sizes, demand: Demand) -> int:
 def _resident(sizes: Sizes, demand: Demand, computed: int) -> int:
     if demand.resident is not None:
         if demand.resident > computed:
-            raise SettingsError(
-                f"target.resident = {demand.resident}, and {demand.device} computes {computed} "
-                "layers: use at most that many"
-            )
+            text = f"target.resident = {demand.resident}, and {demand.device} computes {computed}"
+            raise SettingsError(f"{text} layers: use at most that many")
         return demand.resident
     if demand.device_bytes is None:
         return computed

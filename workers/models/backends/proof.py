@@ -200,10 +200,8 @@ def prove_cache(exact: Tensor, found: Tensor, kind: IntEnum) -> None:
     middle = float(moved.median())
     log.info("keys and values in 16 bits change the logits by a relative %.1e", middle)
     if middle > (CACHE_TOLERANCE if kind in EXACT else ROUNDED_CACHE_TOLERANCE):
-        raise CheckpointError(
-            f"keys and values in 16 bits move the logits of this model by {middle:.1e} of them: "
-            "use target.cache fp32"
-        )
+        text = f"keys and values in 16 bits move the logits by {middle:.1e} of them"
+        raise CheckpointError(f"{text}: use target.cache fp32")
 
 
 class _Enough(Exception):

@@ -286,9 +286,16 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         matrix_bytes(weights, n, k) for n, k in (((1 + gated) * units, hidden), (hidden, units))
     ]
     layers = number("num_hidden_layers") if gpt2 else int(count_layers(config))
-    mix = _Mix(layers, None if gpt2 else state_sizes(config))
-    mixers = [matrix_bytes(weights, n, k) for n, k in mix.shapes(hidden)]
-    gates = mix.gates * matrix_bytes(weights, heads * head_dim, hidden)
+    stateless = StateSizes(0, layers, 0, 0, False, 0, 0)
+    states = (None if gpt2 else state_sizes(config)) or stateless
+
+    def average(attended: int, recurrent: int) -> int:
+        """Return the mean over all layers, of those with attention and those with a state."""
+        return -(-(states.attending * attended + states.layers * recurrent) // layers)
+
+    given, taken = (states.given, hidden), (hidden, states.taken)
+    mixers = [matrix_bytes(weights, n, k) for n, k in (given, taken)]
+    gates = states.gated * matrix_bytes(weights, heads * head_dim, hidden)
     matrices[1] += gates
     shared = SharedLayers.of(config, layers, kv_heads, head_dim)
     wide = shared.widened * sum(matrices[-2:])
@@ -299,7 +306,7 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
     own = 3 * matrix_bytes(weights, own_width, hidden) if own_width else 0
     return Sizes(
         layers=layers,
-        layer=mix.average(sum(matrices[:-2]), sum(mixers))
+        layer=average(sum(matrices[:-2]), sum(mixers))
         + sum(matrices[-2:])
         + wide_mean
         + own
@@ -308,7 +315,7 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         head=matrix_bytes(weights, vocabulary, hidden, end=True) + 2 * hidden * NUMBER_BYTES,
         embedding=table + _own_inputs_bytes(config, weights, stored),
         tied=table if config.get("tie_word_embeddings") and weights != "int8" else 0,
-        row=mix.average(mixer.cached * CACHE_BYTES[cache], mix.token_bytes),
+        row=average(mixer.cached * CACHE_BYTES[cache], states.token_bytes),
         context=int(
             config.get(LONGEST) or scaled_positions(config, number("max_position_embeddings"))
         ),
@@ -318,7 +325,7 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         groups=heads // kv_heads,
         logits=vocabulary * NUMBER_BYTES,
         widened=0 if cache == "fp32" else mixer.cached * NUMBER_BYTES,
-        states=mix.average(0, mix.session_bytes),
+        states=average(0, states.session_bytes(TREE_ROWS)),
         unrounded=mixer.unrounded,
         wider=wide - wide_mean + wider,
         lent=2 * shared.lent * CACHE_BYTES[cache],
@@ -387,41 +394,6 @@ def _table_bytes(weights: str, rows: int, width: int, stored: int) -> int:
     """Return the bytes of a table of tokens, with `stored` bytes per number except for int4."""
     kind = int4_kind(width, end=True) if weights == INT4 else None
     return rows * width * stored if kind is None else KINDS[kind].size_of((rows, width))
-
-
-class _Mix:
-    """A model with states in place of attention in some layers."""
-
-    def __init__(self, layers: int, sizes: StateSizes | None) -> None:
-        self._layers, self._sizes = layers, sizes
-
-    @property
-    def gates(self) -> int:
-        """Return 1 if attention has gates, else 0."""
-        return int(self._sizes is not None and self._sizes.gated)
-
-    @property
-    def token_bytes(self) -> int:
-        """Return the memory per row of a session in a layer with a state."""
-        return 0 if self._sizes is None else self._sizes.token_bytes
-
-    @property
-    def session_bytes(self) -> int:
-        """Return the memory per session in a layer with a state."""
-        return 0 if self._sizes is None else self._sizes.session_bytes(TREE_ROWS)
-
-    def shapes(self, hidden: int) -> list[tuple[int, int]]:
-        """The matrices of a mixer with a state."""
-        if self._sizes is None:
-            return []
-        return [(self._sizes.given, hidden), (hidden, self._sizes.taken)]
-
-    def average(self, attended: int, recurrent: int) -> int:
-        """The average over all layers, with attention or with a state."""
-        attending, count = self._layers, 0
-        if self._sizes is not None:
-            attending, count = self._sizes.attending, self._sizes.layers
-        return -(-(attending * attended + count * recurrent) // self._layers)
 
 
 def matrix_bytes(weights: str, outputs: int, inputs: int, *, end: bool = False) -> int:

@@ -19,7 +19,7 @@ from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
 from dovetail.workers.models.backends.blob import Blob, Lying, Matrix, alone, gather, hollow
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.device.fixed import SLOTS, Arenas
-from dovetail.workers.models.backends.device.levels import Captured, Levels, has_fixed_shapes
+from dovetail.workers.models.backends.device.levels import Captured, has_fixed_shapes
 from dovetail.workers.models.backends.device.parts import DeviceNorm
 from dovetail.workers.models.backends.device.products import (
     Product,
@@ -33,7 +33,6 @@ from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.stages.engines import (
     Engine,
     KernelEngine,
-    RoundedLayer,
     SettledLayer,
     TorchEngine,
     engine_of,
@@ -274,17 +273,9 @@ class ResidentDraft(Captured, Staged):
         plans = stage.layout.plans
         if self._capture is None or not self.direct or not all(map(has_fixed_shapes, plans)):
             return
-        self.levels = Levels(
-            capture=self._capture,
-            device=engine.device,
-            hidden=model.config.hidden_size,
-            plans=plans,
-            layers=[RoundedLayer(layer) for _, layer in sorted(stage.settled.items())],
-            turn=engine.turn,
-            by=engine.by,
-            logits=self._logits,
-            ours=engine.ours_for(plans),
-        )
+        layers = [layer.roughly for _, layer in sorted(stage.settled.items())]
+        hidden = model.config.hidden_size
+        self.levels = engine.levels(self._capture, hidden, plans, layers, self._logits)
 
     def compute(self, asked: ModelPass) -> Tensor:
         if (level := self.level_of(asked)) is not None:

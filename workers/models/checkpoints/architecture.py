@@ -2,6 +2,7 @@
 class flags, with an error and a remedy for others. Imports neither torch nor transformers."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,16 @@ KERNELS_ALONE = {
     **dict.fromkeys(LATENT_FAMILIES, "attention over latents is"),
 }
 """Model types that the library does not compute, by which of their parts the kernels' layers do."""
+SPARSE = "choose by a score of their own which tokens they attend to (sparse attention)"
+SUMMED = "attend to summaries of several tokens (compressed attention)"
 LAYER_TYPES = {
-    "compressed_sparse_attention": "attend to summaries of several tokens (compressed sparse "
-    "attention)",
+    "compressed_sparse_attention": SUMMED,
     "conv": f"keep the last inputs of a convolution{FOLLOWED}",
-    "heavily_compressed_attention": "attend to summaries of several tokens (compressed attention)",
+    "heavily_compressed_attention": SUMMED,
     "hybrid": f"keep a recurrent or convolutional state beside attention{FOLLOWED}",
-    "indexed_attention": "choose by a score of their own which tokens they attend to (sparse "
-    "attention)",
+    "indexed_attention": SPARSE,
     "linear_attention": RECURRENT,
-    "minimax_m3_sparse": "choose by a score of their own which tokens they attend to (sparse "
-    "attention)",
+    "minimax_m3_sparse": SPARSE,
     "recurrent": RECURRENT,
 }
 """Why layers of types with this prefix cannot be decoded with token trees."""
@@ -93,6 +93,11 @@ def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
     refuse_scheme(content, file.parent)
 
 
+def undecodable(file: object, kind: str, why: str) -> CheckpointError:
+    """Return the error for a model type that cannot be decoded."""
+    return CheckpointError(f"{file}: model type {kind} {why}; {REMEDY}")
+
+
 def refuse_content(content: Mapping[str, Any], file: Path) -> None:
     """`CheckpointError` for a config.json that describes no language model of plain weights."""
     refuse_elsewhere(content, file)
@@ -101,13 +106,11 @@ def refuse_content(content: Mapping[str, Any], file: Path) -> None:
         found = "no model_type" if kind is None else f"a model_type of {shown(kind)}"
         raise CheckpointError(f"{file} has {found}; use the config.json of the weights")
     if (why := UNREAD.get(kind)) is not None:
-        raise CheckpointError(f"{file}: model type {kind} cannot be decoded here: {why}; {REMEDY}")
+        raise undecodable(file, kind, f"cannot be decoded here: {why}")
     if content.get("vocab_size") is None:
         parts = (content.get(name) for name in LANGUAGE_MODELS)
         if (part := next((part for part in parts if isinstance(part, dict)), None)) is not None:
-            raise CheckpointError(
-                composite(kind, str(part.get("model_type") or "of no model_type"), file)
-            )
+            raise composite(kind, str(part.get("model_type") or "of no model_type"), file)
         raise CheckpointError(f"{file} of model type {kind} has no vocab_size; {REMEDY}")
     _refuse_sizes(content, file)
 
@@ -121,23 +124,16 @@ def refuse_unknown(content: Mapping[str, Any], file: Path, *, known: bool, versi
         named = min(
             map(str, auto_map.values() if isinstance(auto_map, dict) else [auto_map]), default=""
         )
-        raise CheckpointError(
-            f"{file}: model type {kind} needs its own program code (auto_map names "
-            f"{shown(named)}), which is never run; {REMEDY}"
-        )
-    newer = "if that is newer, upgrade transformers; else"
-    raise CheckpointError(
-        f"{file}: model type {kind} is not known to transformers {version}; {newer} {REMEDY}"
-    )
+        code = f"needs its own program code (auto_map names {shown(named)}), which is never run"
+        raise undecodable(file, kind, code)
+    newer = "if that is newer, upgrade transformers"
+    raise undecodable(file, kind, f"is not known to transformers {version}; {newer}")
 
 
-def composite(kind: str, part: str, file: Path) -> str:
-    """The sentence for a model that contains a language model."""
-    return (
-        f"{file}: model type {kind} is a language model ({part}) with other parts, such as "
-        "encoders of images or sound, and its language model cannot be loaded alone; "
-        f"{REMEDY}"
-    )
+def composite(kind: str, part: str, file: Path) -> CheckpointError:
+    """The error for a model that contains a language model."""
+    why = f"is a language model ({part}) with other parts, and cannot be loaded alone"
+    return undecodable(file, kind, why)
 
 
 def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
@@ -154,48 +150,37 @@ def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
     for what, name in ((what, name) for what, names in LISTED.items() for name in names):
         number = content.get(name)
         if isinstance(number, int) and number > MOST_LISTED:
-            raise CheckpointError(
-                f"{file}: {name} is {number}, and no model has more than {MOST_LISTED} {what}; "
-                "use the config.json that belongs to the weights"
-            )
+            text = f"{name} is {number}, and no model has more than {MOST_LISTED} {what}"
+            raise CheckpointError(f"{file}: {text}; use the config.json of the weights")
 
 
 def refuse_config(config: Any, model_class: Any, file: Path) -> None:
     """`CheckpointError` for an unsupported model, by transformers' configuration and class (or
     None)."""
-    what = f"{file}: model type {config.model_type}"
+    refused = partial(undecodable, file, config.model_type)
     if config.is_encoder_decoder:
-        raise CheckpointError(f"{what} has an encoder (is_encoder_decoder); {REMEDY}")
+        raise refused("has an encoder (is_encoder_decoder)")
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "model_type"):
-        raise CheckpointError(
-            f"{file}: the configuration of a part of model type {config.model_type} is "
-            f"{shown(text)}, which is none; correct it"
-        )
+        raise refused(f"has a part whose configuration is {shown(text)}")
     _refuse_layers(text, model_class, file)
     if text is not config:
-        raise CheckpointError(composite(config.model_type, text.model_type, file))
+        raise composite(config.model_type, text.model_type, file)
     if model_class is None:
-        raise CheckpointError(f"{what} has no class in AutoModelForCausalLM; {REMEDY}")
+        raise refused("has no class in AutoModelForCausalLM")
     for name in SIZES:
         if not isinstance(getattr(config, name, None), int):
-            why = (
-                why_not(config, model_class)
-                if closed(model_class)
-                else f"its configuration has no {name}"
-            )
-            raise CheckpointError(f"{what} cannot be decoded here: {why}; {REMEDY}")
+            lacks = f"its configuration has no {name}"
+            why = why_not(config, model_class) if closed(model_class) else lacks
+            raise refused(f"cannot be decoded here: {why}")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise CheckpointError(bidirectional(config, "use_bidirectional_attention", file))
+        raise bidirectional(config, "use_bidirectional_attention", file)
 
 
-def bidirectional(config: Any, field: str, file: Path) -> str:
-    """The sentence for a model with bidirectional attention, by a field of its configuration."""
-    why = f"attends in both directions ({field} is {str(getattr(config, field)).lower()})"
-    return (
-        f"{file}: model type {config.model_type} {why}, so it does not predict one token "
-        f"after the other; {REMEDY}"
-    )
+def bidirectional(config: Any, field: str, file: Path) -> CheckpointError:
+    """The error for a model with bidirectional attention, by a field of its configuration."""
+    said = f"{field} is {str(getattr(config, field)).lower()}"
+    return undecodable(file, config.model_type, f"attends in both directions ({said})")
 
 
 def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
@@ -208,14 +193,9 @@ def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
             (why for name, why in LAYER_TYPES.items() if str(strange[0]).startswith(name)),
             "are of an unknown type",
         )
-        raise CheckpointError(
-            f"{file}: model type {config.model_type} has layers of type {strange[0]}, which "
-            f"{why}; {REMEDY}"
-        )
+        raise undecodable(file, config.model_type, f"has layers of type {strange[0]}, which {why}")
     if getattr(model_class, "_is_stateful", False):
-        raise CheckpointError(
-            f"{file}: model type {config.model_type} has layers that {RECURRENT}; {REMEDY}"
-        )
+        raise undecodable(file, config.model_type, f"has layers that {RECURRENT}")
 
 
 def refuse_without_kernels(model_type: str, source: str, why: str) -> None:
@@ -241,8 +221,6 @@ def why_not(config: Any, model_class: Any) -> str:
         )
     name = model_class.__name__
     if closed(model_class):
-        return (
-            f"transformers' {name} computes attention, masks or positions by itself, and "
-            "token trees need other ones"
-        )
+        by_itself = "computes attention, masks or positions by itself"
+        return f"transformers' {name} {by_itself}, and token trees need other ones"
     return f"a trial with the attention that token trees need fails within transformers' {name}"

@@ -24,6 +24,7 @@ from dovetail.workers.models.checkpoints.digests import (
     FilePart,
     Identity,
     begin_digest,
+    changed,
     digest_of,
     known_digest,
     refuse_changed,
@@ -72,6 +73,10 @@ class Checkpoint(Weights):
     table: TokenTable  # its vocabulary
     vocabulary: VocabularyFacts
     context: int | None = None  # the requested longest sequence; None: the model's
+
+    def refusal(self, text: str) -> CheckpointError:
+        """Return an error that names this checkpoint."""
+        return CheckpointError(f"{self.source}: {text}")
 
     @property
     def is_coded(self) -> bool:
@@ -215,9 +220,7 @@ def _read_header(file: Path) -> tuple[DigestSource, dict[str, Stored]]:
     except OSError as error:
         raise unreadable(file, error) from None
     except (ValueError, KeyError):
-        raise CheckpointError(
-            f"{file} was changed while it was read: wait until it is written, and start again"
-        ) from None
+        raise changed(file) from None
     ordered = sorted(tensors.items(), key=lambda item: item[1].offset)
     return DigestSource(
         file,
@@ -243,10 +246,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files that transformers would load: model.safetensors, or the
     index's."""
     if (folder / "adapter_config.json").exists():
-        raise CheckpointError(
-            f"{folder} holds an adapter (adapter_config.json); merge it into its model and "
-            "save that"
-        )
+        raise CheckpointError(f"{folder} holds adapter_config.json; merge it into its model")
     if (single := folder / "model.safetensors").is_file():
         return [single]
     if (index := folder / "model.safetensors.index.json").is_file():
@@ -255,10 +255,8 @@ def weight_files(folder: Path) -> list[Path]:
         f.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in folder.glob(pattern)
     )
     if pickled:
-        raise CheckpointError(
-            f"{folder} has only pickled weights ({pickled[0]}), which can run code when read; "
-            "convert them to safetensors"
-        )
+        text = f"has only pickled weights ({pickled[0]}), which can run code when read"
+        raise CheckpointError(f"{folder} {text}; convert them to safetensors")
     others = sorted(f.name for f in folder.glob("*.safetensors"))
     beside = f", though it has {others[0]}" if others else ""
     raise damaged(f"{folder} has no model.safetensors and no model.safetensors.index.json{beside}")
@@ -281,7 +279,5 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
         held = set(tensor_names(folder / name))
         absent = sorted(t for t, f in weight_map.items() if f == name and t not in held)
         if absent:
-            raise damaged(
-                f"{folder / name} lacks tensor {absent[0]}, although {index.name} lists it"
-            )
+            raise damaged(f"{folder / name} lacks tensor {absent[0]}, which {index.name} lists")
     return [folder / name for name in names]

@@ -46,10 +46,7 @@ def configured(checkpoint: Checkpoint) -> Any:
     layers = config.num_hidden_layers
     if layers > len(checkpoint.tensors):  # and as many empty layers are not built first
         found = len(checkpoint.tensors)
-        raise damaged(
-            f"{checkpoint.folder} has {found} tensors in all, where its config.json calls for "
-            f"{layers} layers"
-        )
+        raise damaged(f"{checkpoint.folder} has {found} tensors for the layers of its config.json")
     model = built(config, file)
     refuse_misshapen(model, checkpoint)
     return with_buffers(model)
@@ -111,7 +108,7 @@ def built(config: Any, file: Path) -> Any:
     if getattr(config, "is_decoder", None) is False and any(
         getattr(module, "is_causal", None) is False for module in model.modules()
     ):
-        raise CheckpointError(bidirectional(config, "is_decoder", file))
+        raise bidirectional(config, "is_decoder", file)
     return model
 
 
@@ -298,10 +295,8 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
             and "." in name
         ):
             return name, module
-    raise CheckpointError(
-        f"model type {model.config.model_type} has no list of num_hidden_layers decoder layers "
-        f"in transformers; {REMEDY}"
-    )
+    text = f"model type {model.config.model_type} has no list of num_hidden_layers decoder layers"
+    raise CheckpointError(f"{text}; {REMEDY}")
 
 
 def base_model(model: Any) -> Any:

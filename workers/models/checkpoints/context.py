@@ -54,11 +54,9 @@ def limit_context(config: Any, context: int | None, source: object) -> Any:
         return config
     positions = scaled_positions(vars(config), config.max_position_embeddings, ASKED)
     if context > (most := min(positions, MAX_TOKENS)):
-        raise CheckpointError(
-            f"{source}: target.context = {context} is more than the {most} positions of the model "
-            "(max_position_embeddings, or the original ones times the factor of rope_parameters): "
-            f"use at most {most}"
-        )
+        text = f"target.context = {context} is more than the {most} positions of the model"
+        where = "(max_position_embeddings, or the original times the factor of rope_parameters)"
+        raise CheckpointError(f"{source}: {text} {where}: use at most {most}")
     original = _length_of_first(config)
     if original is not None and context > original:
         first, second = TABLES

@@ -2,12 +2,10 @@
 are read once, and checked for NaN and infinity; digests are cached by the files' identity (device,
 inode, size, times), unless a file changed so recently that its times may not be unique."""
 
-import errno
 import fcntl
 import hashlib
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +16,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.files import cache_folder, tidy
-from dovetail.workers.models.checkpoints.files import damaged
+from dovetail.protocol.files import cache_folder
+from dovetail.workers.models.checkpoints.files import check_home, damaged, write_kept
 from dovetail.workers.progress import loading
 
 if TYPE_CHECKING:
@@ -154,13 +152,9 @@ class KeptDigests:
     def keep(self, key: str, digest: str) -> None:
         """Save a digest; log a failure."""
         try:
-            self._check_place()
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._folder, suffix=".new", delete=False, encoding="ascii"
-            ) as file:
-                file.write(f"{digest} {_seal(key, digest)}\n")
-            Path(file.name).replace(self._folder / key)
-            tidy(self._folder, MOST_KEPT)
+            check_home(self._folder)
+            content = f"{digest} {_seal(key, digest)}\n".encode()
+            write_kept(self._folder / key, content, MOST_KEPT)
         except OSError as error:
             why = error.strerror or error
             log.warning(
@@ -175,17 +169,11 @@ class KeptDigests:
         path = self._folder / f"{key}.lock"
         with ExitStack() as stack:
             with suppress(OSError):  # nothing can be saved then, which `keep` logs
-                self._check_place()
+                check_home(self._folder)
                 self._folder.mkdir(parents=True, exist_ok=True)
                 _lock(stack.enter_context(path.open("w")), patience_s)
                 stack.callback(path.unlink, missing_ok=True)
             yield
-
-    def _check_place(self) -> None:
-        if not self._folder.is_absolute():
-            raise FileNotFoundError(
-                errno.ENOENT, "this user has no home, and XDG_CACHE_HOME names no folder"
-            )
 
 
 def _lock(file: IO[str], patience_s: float) -> None:
@@ -224,12 +212,16 @@ def all_finite(block: "bytearray | memoryview | np.ndarray", kind: str) -> bool:
     )
 
 
+def changed(path: Path) -> CheckpointError:
+    """Return the error for a file that another process is writing."""
+    text = f"{path} was changed while it was loaded"
+    return CheckpointError(f"{text}: wait until it is written, and start again")
+
+
 def refuse_changed(path: Path, before: Identity, file: IO[bytes]) -> None:
     """`CheckpointError` if an open file, or its content, is not the same as before."""
     if not before.same_content(Identity.of(file)):
-        raise CheckpointError(
-            f"{path} was changed while it was loaded: wait until it is written, and start again"
-        )
+        raise changed(path)
 
 
 def _key(configuration: bytes, sources: Sequence[DigestSource]) -> str:
@@ -280,9 +272,8 @@ def _read_file(
                     if read_full(file, block) != len(block):
                         raise damaged(f"{source.path} was cut short while it was read")
                     if not all_finite(block, part.kind):
-                        raise CheckpointError(
-                            f"{source.path}: tensor {part.name} holds NaN or infinite values"
-                        )
+                        name = f"{source.path}: tensor {part.name}"
+                        raise CheckpointError(f"{name} holds NaN or infinite values")
                     hash_later(block)
                     read(len(block))
             refuse_changed(source.path, source.identity, file)

@@ -2,11 +2,13 @@
 
 import errno
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.files import tidy
 
 MODEL_FILES = (
     "a model is a GGUF file, or a folder with config.json, tokenizer.json and *.safetensors"
@@ -34,6 +36,23 @@ def reason(error: BaseException) -> str:
     return " ".join(" ".join(text.split("\n")[:3]).split())[:300] or type(error).__name__
 
 
+def check_home(folder: Path) -> None:
+    """`OSError` for a folder of caches that a user without a home has."""
+    if not folder.is_absolute():
+        text = "this user has no home, and XDG_CACHE_HOME names no folder"
+        raise FileNotFoundError(errno.ENOENT, text)
+
+
+def write_kept(path: Path, content: bytes, most: int) -> None:
+    """Write a file of a cache atomically, and keep the `most` newest of its folder; `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        made.write_bytes(content)
+        made.replace(path)
+    tidy(path.parent, most)
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; `CheckpointError` if the file holds none."""
     text = read_bytes(file)
@@ -42,13 +61,11 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except UnicodeDecodeError as error:
-        raise damaged(
-            f"{file} is not UTF-8 text: byte {error.start} is 0x{text[error.start]:02x}"
-        ) from None
+        byte = f"byte {error.start} is 0x{text[error.start]:02x}"
+        raise damaged(f"{file} is not UTF-8 text: {byte}") from None
     except json.JSONDecodeError as error:
-        raise damaged(
-            f"{file} is not JSON ({error.msg}, line {error.lineno} column {error.colno})"
-        ) from None
+        why = f"{error.msg}, line {error.lineno} column {error.colno}"
+        raise damaged(f"{file} is not JSON ({why})") from None
     except (ValueError, RecursionError):
         raise damaged(f"{file} is nested too deeply, or has a number that is too long") from None
     if not isinstance(content, dict):

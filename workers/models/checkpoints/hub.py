@@ -89,9 +89,8 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
     except LocalEntryNotFoundError:
         return None
     except (HFValidationError, OSError) as error:
-        raise CheckpointError(
-            f"{source} is neither a folder nor the id of a model ({reason(error)}); check the name"
-        ) from None
+        text = f"{source} is neither a folder nor the id of a model ({reason(error)})"
+        raise CheckpointError(f"{text}; check the name") from None
     if hosted.file:
         there = all((folder / part).is_file() for part in wanted)
         return view.local_folder(folder / hosted.file) if there else None
@@ -161,24 +160,22 @@ def _download(source: str, files: Sequence[str]) -> Path:
     except HfHubHTTPError as error:
         raise _refused(source, error) from None
     except Exception as error:  # the network, the disk, the cache
-        raise CheckpointError(
-            f"{source} could not be fetched from the Hugging Face hub ({reason(error)}); run "
-            f"`{hosted.command()}`, which continues where it stopped"
-        ) from None
+        text = f"{source} could not be fetched from the Hugging Face hub ({reason(error)})"
+        raise CheckpointError(f"{text}; run `{hosted.command()}`, which continues") from None
     return view.view_of(folder / hosted.file) if hosted.file else folder
 
 
 def _unreachable(source: str, why: str) -> CheckpointError:
+    why = f"cannot be reached ({ERRNO.sub('', why)})"
     command = _hosted(source).command()
-    return CheckpointError(
-        f"{source} is not a folder here and not in the Hugging Face cache, and the hub cannot be "
-        f"reached ({ERRNO.sub('', why)}): check the name, or run `{command}` while "
-        "connected"
-    )
+    return _absent(source, f"{why}: check the name, or run `{command}` while connected")
 
 
 def _refused(source: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{source} is not a folder here and not in the Hugging Face cache, and the hub does not "
-        f"provide it ({reason(error)}): name a folder, or check the id, the revision and HF_TOKEN"
-    )
+    remedy = "name a folder, or check the id, the revision and HF_TOKEN"
+    return _absent(source, f"does not provide it ({reason(error)}): {remedy}")
+
+
+def _absent(source: str, why: str) -> CheckpointError:
+    where = "is not a folder here and not in the Hugging Face cache"
+    return CheckpointError(f"{source} {where}, and the hub {why}")

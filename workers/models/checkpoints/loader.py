@@ -35,7 +35,7 @@ from dovetail.workers.models.checkpoints.context import limit_context
 from dovetail.workers.models.checkpoints.files import damaged, read_json
 from dovetail.workers.models.checkpoints.gguf.rows import Pile, Rows, keep_rows, rows_of
 from dovetail.workers.models.checkpoints.gguf.tensors import name_in_file
-from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
+from dovetail.workers.models.checkpoints.namings import NAMINGS
 from dovetail.workers.models.checkpoints.pieces import (
     STACK,
     Pieces,
@@ -163,10 +163,13 @@ def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
     superfluous ones of GGUF. Where transformers renames or rearranges tensors, it has loaded all in
     fp32."""
     model = configured(checkpoint)
-    if naming := NAMINGS.get(model.config.model_type):
-        return _in_pieces(model, checkpoint, naming)
+    if model.config.model_type in NAMINGS:
+        return pieced_skeleton(model, checkpoint, _tied(model), checked=False)
     if not _maps_one_to_one(model, checkpoint):
-        _refuse_blocks(model, checkpoint)
+        if checkpoint.is_coded:  # what is decoded here has the model's tensors one by one
+            missing = checkpoint.own_names(sorted(_missing(model, checkpoint)))
+            such = f", such as {missing[0]}" if missing else ""
+            raise damaged(f"{checkpoint.source} lacks tensors of its architecture{such}")
         whole = load_transformers(checkpoint, torch.float32)
         linearise(whole)
         return Skeleton(whole, checkpoint.read, frozenset())
@@ -194,45 +197,21 @@ def stored_skeleton(
     )
 
 
-def _refuse_blocks(model: Any, checkpoint: Checkpoint) -> None:
-    """`CheckpointError` for decoded tensors that do not match the model's one to one."""
-    if not checkpoint.is_coded:
-        return
-    missing = checkpoint.own_names(sorted(_missing(model, checkpoint)))
-    such = f", such as {missing[0]}" if missing else ""
-    raise damaged(f"{checkpoint.source} lacks tensors of its architecture{such}")
-
-
-def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
-    tied = _tied(model)
-    pieces = _pieces_of(model, checkpoint, naming, tied)
-    pieces.refuse_misshapen(checkpoint.folder, checkpoint.own_names)
-    _settle_unused(model, checkpoint, pieces.superfluous())
-    return _pieced(model, checkpoint, pieces, tied)
-
-
-def pieced_skeleton(model: Any, checkpoint: Checkpoint, tied: Mapping[str, str]) -> Skeleton:
-    """Return the skeleton of a model read from pieces that have been checked."""
-    naming = NAMINGS[model.config.model_type]
-    return _pieced(model, checkpoint, _pieces_of(model, checkpoint, naming, tied), tied)
-
-
-def _pieces_of(
-    model: Any, checkpoint: Checkpoint, naming: Naming, tied: Mapping[str, str]
-) -> Pieces:
+def pieced_skeleton(
+    model: Any, checkpoint: Checkpoint, tied: Mapping[str, str], *, checked: bool
+) -> Skeleton:
+    """Return the skeleton of a model read from pieces; unless these have been `checked`,
+    `CheckpointError` for bad ones."""
     tensors = checkpoint.tensors
     shapes = {
         name: tuple(tensor.shape)
         for name, tensor in model.state_dict().items()
         if name in tensors or tied.get(name) not in tensors
     }
-    return Pieces(naming, tensors, shapes)
-
-
-def _pieced(
-    model: Any, checkpoint: Checkpoint, pieces: Pieces, tied: Mapping[str, str]
-) -> Skeleton:
-    tensors, shapes = checkpoint.tensors, pieces.shapes
+    pieces = Pieces(NAMINGS[model.config.model_type], tensors, shapes)
+    if not checked:
+        pieces.refuse_misshapen(checkpoint.folder, checkpoint.own_names)
+        _settle_unused(model, checkpoint, pieces.superfluous())
     one_by_one = all(stored.reads_one for stored in tensors.values() if len(stored.shape) > 2)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = {name: pieces.of(name if name in shapes else tied[name]) for name in names}
@@ -252,13 +231,17 @@ def _pieced(
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """Return the whole transformers model on the CPU with our attention; refuses missing
     tensors."""
-    if checkpoint.is_coded:
-        return _filled(checkpoint, dtype)
-    config = configured(checkpoint).config
+    skeleton = open_skeleton(checkpoint) if checkpoint.is_coded else None
+    config = configured(checkpoint).config if skeleton is None else None
     held = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize
     name = str(dtype).removeprefix("torch.")
     refuse_beyond(checkpoint.source, held, f"all of it as {name}")
     size = sum(stored.size_bytes for stored in checkpoint.tensors.values())
+    if skeleton is not None:
+        with loading("loading", size):
+            skeleton.fill(skeleton.model, "", Types(dtype, dtype, dtype))
+        skeleton.model.tie_weights()
+        return skeleton.model.to(dtype).eval()
     with (
         _refusing(checkpoint, config),
         quiet(),
@@ -280,25 +263,11 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         count(size)
     checkpoint.refuse_changed()
     if missing := sorted(info["missing_keys"]):
-        raise damaged(
-            f"{checkpoint.source} lacks tensor {missing[0]}{others(missing)}, which its "
-            "config.json calls for"
-        )
+        text = f"lacks tensor {missing[0]}{others(missing)}, which its config.json calls for"
+        raise damaged(f"{checkpoint.source} {text}")
     _report_superfluous(checkpoint, info["unexpected_keys"])
     model.requires_grad_(False)
     return for_text(model).eval()
-
-
-def _filled(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    skeleton = open_skeleton(checkpoint)
-    held = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize
-    name = str(dtype).removeprefix("torch.")
-    refuse_beyond(checkpoint.source, held, f"all of it as {name}")
-    size = sum(stored.size_bytes for stored in checkpoint.tensors.values())
-    with loading("loading", size):
-        skeleton.fill(skeleton.model, "", Types(dtype, dtype, dtype))
-    skeleton.model.tie_weights()
-    return skeleton.model.to(dtype).eval()
 
 
 @contextlib.contextmanager
@@ -322,11 +291,8 @@ def _settle_unused(model: Any, checkpoint: Checkpoint, names: Iterable[str]) -> 
     GGUF, whose configuration follows from its tensors."""
     names = sorted(names)
     if names and (own := name_in_file(checkpoint.tensors[names[0]])) is not None:
-        raise CheckpointError(
-            f"{checkpoint.source}: tensor {own} is not used by a model of type "
-            f"{model.config.model_type} as the rest of the file describes it; take another file of "
-            "this model, or its folder of safetensors"
-        )
+        text = f"tensor {own} is not used by a model of type {model.config.model_type}"
+        raise checkpoint.refusal(f"{text}; take another file of it, or its folder of safetensors")
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     _report_superfluous(
         checkpoint,

@@ -148,9 +148,8 @@ class Pieces:
         try:
             yield
         except ValueError as error:
-            raise damaged(
-                f"{self.tensors[pieces[1]].file}: {error} in tensor {pieces[1]}"
-            ) from None
+            file = self.tensors[pieces[1]].file
+            raise damaged(f"{file}: {error} in tensor {pieces[1]}") from None
 
     def refuse_misshapen(
         self, folder: Path, own_names: Callable[[Sequence[str]], Sequence[str]]
@@ -160,9 +159,8 @@ class Pieces:
         missing = [piece for name in self.shapes for piece in self._missing(name)]
         if missing:
             named = own_names(missing)
-            raise damaged(
-                f"{folder} lacks tensor {named[0]}{others(named)}, which its config.json calls for"
-            )
+            text = f"lacks tensor {named[0]}{others(named)}, which its config.json calls for"
+            raise damaged(f"{folder} {text}")
         for name in self.shapes:
             for piece, shape in self._shaped(name):
                 self._refuse_piece(piece, shape, folder)

@@ -93,18 +93,14 @@ class Stored:
     def refuse_shape(self, name: str, shape: Sequence[int], folder: Path) -> None:
         """`CheckpointError` if the tensor, called `name`, has another shape than config.json's."""
         if self.shape != tuple(shape):
-            raise damaged(
-                f"{folder}: tensor {name} has the shape {list(self.shape)}, where config.json "
-                f"calls for {list(shape)}"
-            )
+            text = f"{folder}: tensor {name} has the shape {list(self.shape)}"
+            raise damaged(f"{text}, where config.json calls for {list(shape)}")
 
     def refuse_kind(self, name: str, kinds: Collection[str] = FLOAT_TYPES) -> None:
         """`CheckpointError` if the numbers of the tensor, called `name`, are of another type."""
         if self.kind not in kinds:
-            raise CheckpointError(
-                f"{self.file}: tensor {name} has numbers of type {self.kind}; take weights of type "
-                f"{', '.join(kinds)}"
-            )
+            text = f"{self.file}: tensor {name} has numbers of type {self.kind}"
+            raise CheckpointError(f"{text}; take weights of type {', '.join(kinds)}")
 
     def _unreadable(self, name: str) -> CheckpointError:
         return damaged(f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.files import cache_folder, tidy
+from dovetail.protocol.files import cache_folder
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.checkpoints.files import read_bytes, read_json, shown
+from dovetail.workers.models.checkpoints.files import read_bytes, read_json, shown, write_kept
 
 FACTS = {
     "size": "vocab_size in config.json",
@@ -70,10 +69,8 @@ def read_language(folder: Path) -> tuple[bytes, TokenTable, VocabularyFacts]:
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise CheckpointError(
-            f"{folder}: {FACTS[str(first['loc'][0])]} cannot be {shown(first['input'])} "
-            f"({first['msg']}); correct it"
-        ) from None
+        text = f"{FACTS[str(first['loc'][0])]} cannot be {shown(first['input'])} ({first['msg']})"
+        raise CheckpointError(f"{folder}: {text}; correct it") from None
     return content, table, facts
 
 
@@ -102,12 +99,7 @@ def kept_path(tokenizer: bytes, name: str = "table") -> Path:
 def keep(path: Path, content: bytes) -> None:
     """Write a cache file atomically; failure only costs the next start time."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            made.write_bytes(content)
-            made.replace(path)
-        tidy(path.parent, MOST_KEPT)
+        write_kept(path, content, MOST_KEPT)
 
 
 def read_template(folder: Path) -> str:
@@ -164,10 +156,8 @@ def _named(given: Any, file: Path) -> dict[str, str]:
         given = {one.get("name"): one.get("template") for one in given}
     named = given if isinstance(given, dict) else {} if given is None else {"default": given}
     if not all(isinstance(part, str) for item in named.items() for part in item):
-        raise CheckpointError(
-            f"{file}: chat_template must be a template or a list of named templates, not "
-            f"{shown(given)}"
-        )
+        text = "chat_template must be a template or a list of named templates"
+        raise CheckpointError(f"{file}: {text}, not {shown(given)}")
     return dict(named)
 
 
@@ -175,9 +165,8 @@ def _text(file: Path) -> str:
     try:
         return read_bytes(file).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CheckpointError(
-            f"{file} is not UTF-8 (byte {error.start}); save it again as UTF-8"
-        ) from None
+        text = f"{file} is not UTF-8 (byte {error.start}); save it again as UTF-8"
+        raise CheckpointError(text) from None
 
 
 def _special_tokens(own: Mapping[str, Any], template: str) -> str:

@@ -119,10 +119,8 @@ class Comparison:
             ]
             beside = other.narrow(axes[0], first, count) if axes else other
             if beside.shape != tensor.shape:
-                raise UnprovableError(
-                    f"transformers gives a layer {named_path(path)} {list(tensor.shape)}, which is "
-                    "not one row for each token"
-                )
+                text = f"transformers gives a layer {named_path(path)} {list(tensor.shape)}"
+                raise UnprovableError(f"{text}, which is not one row for each token")
             self._same[key] = (tensor, other)
             if tensor.is_floating_point() or tensor.is_complex():
                 far = (tensor - beside).abs() > SAME
@@ -325,11 +323,9 @@ class Oracle:
                     (seen != expected).flatten(0, -3).any(0).any(-1).nonzero()[0]
                 )
                 told = "all before it" if window is None else f"the last {window}"
-                raise UnprovableError(
-                    f"layer {index} ({type(self._layers[index]).__name__}): the token at "
-                    f"position {wrong} sees others than {told}, "
-                    "which is what its attention is told, and that is not supported"
-                )
+                layer = f"layer {index} ({type(self._layers[index]).__name__})"
+                text = f"position {wrong} sees others than {told}, as its attention is told"
+                raise UnprovableError(f"{layer}: {text}, which is not supported")
         self._checked.add(key)
 
     def visible(self, index: int) -> list[list[int]]:
@@ -388,10 +384,8 @@ class Oracle:
             if not cache.asked or (len(results) == 2 and torch.equal(*results)):
                 return results[0]
             if len(results) == 2 and not counts:
-                raise UnprovableError(
-                    f"layer {index} ({type(layer).__name__}) counts the rows of transformers' "
-                    "cache, where sessions are computed side by side and positions are given"
-                )
+                text = f"layer {index} ({type(layer).__name__}) counts the rows of transformers'"
+                raise UnprovableError(f"{text} cache, where positions are given")
         return results[-1]
 
     def arranged(self, index: int, cache: Any) -> Call:

@@ -85,16 +85,19 @@ def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> Coded
                 for part, b in zip(parts, biases, strict=True)
             ]
         )
-    matrix = CodedMatrix(
-        parts[0].bits, sum(part.shape[0] for part in parts), parts[0].shape[1], bias=bias
-    )
-    first = 0
+    count = sum(part.shape[0] for part in parts)
+    matrix, first = CodedMatrix(parts[0].bits, count, parts[0].shape[1], bias=bias), 0
     for part in parts:
-        matrix.pack_codes(
-            part.codes.contiguous(), part.scales.contiguous(), part.offsets.contiguous(), first
-        )
+        _pack(matrix, part, first)
         first += part.shape[0]
     return matrix
+
+
+def _pack(matrix: CodedMatrix, codes: Codes, first: int = 0) -> None:
+    own, scales, offsets = (
+        part.contiguous() for part in (codes.codes, codes.scales, codes.offsets)
+    )
+    matrix.pack_codes(own, scales, offsets, first)
 
 
 def pack_stack(
@@ -105,8 +108,7 @@ def pack_stack(
     bias = None if biases is None else biases[0]
     matrices = stacked(CodedMatrix(first.bits, *first.shape, bias=bias), count, biases)
     for index, matrix in enumerate(matrices):
-        own = codes(index)
-        matrix.pack_codes(own.codes.contiguous(), own.scales.contiguous(), own.offsets.contiguous())
+        _pack(matrix, codes(index))
     return matrices
 
 
@@ -121,9 +123,8 @@ def against_codes(device: torch.device, weights: str) -> str:
 def _random(bits: int, shape: tuple[int, int], seed: int) -> Codes:
     generator, (rows, inputs) = torch.Generator().manual_seed(seed), shape
     groups = groups_of(inputs)
-    codes = torch.randint(
-        0, 1 << bits, (rows, groups * GROUP), generator=generator, dtype=torch.uint8
-    )
+    size = (rows, groups * GROUP)
+    codes = torch.randint(0, 1 << bits, size, generator=generator, dtype=torch.uint8)
     scales, offsets = (torch.rand(2, rows, groups, generator=generator) * 0.1).half()
     return Codes(bits, inputs, codes, scales, offsets)
 

@@ -67,12 +67,9 @@ class Substitutes:
         """Return the codes of every linear of a layer with its weights; `layers`: their number."""
         linears = {name: part for name, part in layer.named_modules() if type(part) is nn.Linear}
         shapes = {name: (part.out_features, part.in_features) for name, part in linears.items()}
-        kept = self._kept(self._file("layer", index), shapes)
-        if kept is None:
-            kept = self._make(
-                self._file("layer", index),
-                {name: part.weight.detach for name, part in linears.items()},
-            )
+        file = self._file("layer", index)
+        if (kept := self._kept(file, shapes)) is None:
+            kept = self._make(file, {name: part.weight.detach for name, part in linears.items()})
             self.made += 1
             self._tell(index + 1, layers)
         return {linears[name]: self._codes(kept, name, *shape) for name, shape in shapes.items()}
@@ -82,14 +79,10 @@ class Substitutes:
         rows = [(name, expert) for name in parts.said.stacks for expert in range(parts.count)]
         of_stack = {name: tuple(parts.matrix(name, 0).shape) for name in parts.said.stacks}
         shapes = {f"{name}.{expert}": of_stack[name] for name, expert in rows}
-        kept = self._kept(self._file("experts", index), shapes)
-        if kept is None:
-            kept = self._make(
-                self._file("experts", index),
-                {f"{name}.{expert}": partial(parts.matrix, name, expert) for name, expert in rows},
-            )
-        found = kept
-        return lambda name, expert: self._codes(found, f"{name}.{expert}", *of_stack[name])
+        file = self._file("experts", index)
+        matrices = {f"{name}.{one}": partial(parts.matrix, name, one) for name, one in rows}
+        kept = self._kept(file, shapes) or self._make(file, matrices)
+        return lambda name, expert: self._codes(kept, f"{name}.{expert}", *of_stack[name])
 
     def _file(self, what: str, index: int) -> Path | None:
         return None if self.folder is None else self.folder / f"{what}-{index:03}.safetensors"
@@ -129,14 +122,8 @@ class Substitutes:
         for name, matrix in matrices.items():
             beat()
             made = quantise(matrix(), self.bits, self._device)
-            content = to_bytes(made.codes, self.bits)
-            found |= dict(
-                zip(
-                    (f"{name}.{what}" for what in PARTS),
-                    (content, made.scales, made.offsets),
-                    strict=True,
-                )
-            )
+            parts = to_bytes(made.codes, self.bits), made.scales, made.offsets
+            found |= {f"{name}.{what}": part for what, part in zip(PARTS, parts, strict=True)}
             self.weights += made.codes.numel()
         HELD.give_back()  # quantising on a device needs much memory in fp32 for a moment
         self.seconds += time.monotonic() - start
@@ -199,10 +186,9 @@ class CodedLayers(Kernels):
             return
         codes = dict(self._codes)
         if (gates := parts.gates) is not None:
-            for part, places in zip(
-                (gates.queries, gates.gates), gates.order.chunk(2), strict=True
-            ):
-                codes[part] = codes[gates.module].rows(places)
+            queries, others = gates.order.chunk(2)
+            codes[gates.queries] = codes[gates.module].rows(queries)
+            codes[gates.gates] = codes[gates.module].rows(others)
         for name, orders in parts.rows.items():
             for part, order in zip(parts.linears[name], orders, strict=True):
                 if order is not None:

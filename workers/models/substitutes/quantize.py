@@ -55,10 +55,8 @@ class Codes:
 def check_installed() -> None:
     """Raise `SettingsError` if the hqq package is missing; it is not imported yet."""
     if find_spec("hqq") is None:
-        raise SettingsError(
-            "draft.kind = 'substitute' quantises the target with the hqq package, which is "
-            f"not installed: {REMEDY}"
-        )
+        text = "draft.kind = 'substitute' quantises the target with hqq, which is not installed"
+        raise SettingsError(f"{text}: {REMEDY}")
 
 
 @torch.inference_mode()

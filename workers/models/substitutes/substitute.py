@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.memory import release_memory
 from dovetail.workers.devices.base import Capture, Device
 from dovetail.workers.devices.opening import kind_of
@@ -26,7 +26,7 @@ from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.blob import Lying, Matrix, gather, hollow, named
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
-from dovetail.workers.models.backends.device.levels import Captured, Levels
+from dovetail.workers.models.backends.device.levels import Captured
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
@@ -40,7 +40,7 @@ from dovetail.workers.models.backends.staged import (
     Staged,
     Staging,
 )
-from dovetail.workers.models.backends.stages.engines import RoundedLayer, SettledLayer, TorchEngine
+from dovetail.workers.models.backends.stages.engines import Run, SettledLayer, TorchEngine
 from dovetail.workers.models.backends.stages.stage import StagedCache
 from dovetail.workers.models.cache import HALF, KVCache
 from dovetail.workers.models.checkpoints.architecture import refuse_without_kernels
@@ -109,33 +109,18 @@ class DeviceSubstitute(Captured, CodedLayers):
     ) -> None:
         """`capture`: captures levels; None: all passes are computed operation by operation."""
         if not target.in_one_stage or not isinstance(target.engine, TorchEngine):
-            raise SettingsError(
-                "a substitute on a GPU shares with a target of which that GPU computes all "
-                "layers: set target.device to it, without target.split"
-            )
+            raise SettingsError("draft.share = true: set target.device, without target.split")
         if not target.direct:
-            raise SettingsError(
-                "draft.share = true on a GPU is for models that are embedding, layers, norm "
-                "and head, and this one is more: set it to false"
-            )
+            text = "this model is more than embedding, layers, norm and head"
+            raise SettingsError(f"{text}: set draft.share to false")
         super().__init__(model, Kind.FP32, substitutes=substitutes, context=context)
         self.device = target.engine.device
         self.kernels = computed_by(substitutes.bits, target.engine.products)
         self._target, self._engine = target, target.engine
         self._embed = target._model.get_input_embeddings()
-        self._coded: list[RoundedLayer] = []
+        self._coded: list[Run] = []
         self._plans: list[LayerPlan] = []
-        if capture is not None:
-            self.levels = Levels(
-                capture=capture,
-                device=self.device,
-                hidden=model.config.hidden_size,
-                plans=self._plans,
-                layers=self._coded,
-                turn=self._engine.turn,
-                by=self._engine.by,
-                logits=self._logits,
-            )
+        self._capture = capture
 
     @property
     def shared(self) -> int:
@@ -152,8 +137,9 @@ class DeviceSubstitute(Captured, CodedLayers):
         """Embedding, norm and head are the target's."""
         model.set_input_embeddings(self._embed)
         self._norm, self._head = self._target._norm, self._target._head
-        if self.levels is not None:
-            self.levels.ours = self._engine.ours_for(self._plans)
+        if self._capture is not None:
+            layers, hidden = (self._plans, self._coded), model.config.hidden_size
+            self.levels = self._engine.levels(self._capture, hidden, *layers, self._logits)
 
     def new_cache(self, capacity: int) -> KVCache:
         cache = self._engine.new_cache(self._plans, capacity, self._target._cache)
@@ -197,7 +183,7 @@ class DeviceSubstitute(Captured, CodedLayers):
             }
             plan = hollow(plan, blob.matrices)
             settled = SettledLayer(DeviceLayer(plan, self.device, self._engine.parts), matrices)
-        self._coded.append(RoundedLayer(settled))
+        self._coded.append(settled.roughly)
         self._plans.append(hollow(plan, named(plan)))
 
 
@@ -272,10 +258,7 @@ def share(substitute: LanguageModel, target: LanguageModel) -> int:
             f"and {why}: set draft.share to false"
         )
     if isinstance(whole, Staged) and not whole.in_one_stage:
-        raise SettingsError(
-            "draft.share = true is not built for a target that is split between devices: leave "
-            "target.split.layers out, or draft.share"
-        )
+        raise SettingsError("draft.share = true: leave target.split.layers out, or draft.share")
     shared = own.share(whole)
     release_memory()
     return shared
@@ -372,7 +355,7 @@ def _assemble(
 ) -> LanguageModel:
     def opened(model: Any) -> BackEnd:
         if not device.is_cpu and (why := _against_device(model, weights, device)):
-            raise CheckpointError(f"{checkpoint.source}: {why}")
+            raise checkpoint.refusal(why)
         return open_back_end(model)
 
     try:
@@ -384,10 +367,8 @@ def _assemble(
             open_back_end=opened,
         )
     except torch.OutOfMemoryError as error:
-        raise CheckpointError(
-            f"{checkpoint.source}: its substitute as {weights} needs more memory of {device.name} "
-            f"while it is loaded than is free: {_remedy(weights)}"
-        ) from error
+        what = f"its substitute as {weights} needs more memory of {device.name} while it is loaded"
+        raise checkpoint.refusal(f"{what}: {_remedy(weights)}") from error
 
 
 def _against_device(model: Any, weights: str, device: Device) -> str:

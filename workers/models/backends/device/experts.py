@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, relu, silu
 from dovetail.workers.kernels.experts import mix
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import Activation, LayerPlan, RouterPlan, Score
-from dovetail.workers.models.backends.blob import AROUND, EXPERTS, ROUTER, SHARED_GATE, numbered
+from dovetail.workers.models.backends.blob import ROUTER, SHARED_GATE
 
 Multiply = Callable[[str, Tensor], Tensor]  # by a matrix's name: x [T, k] fp32 -> x W^T + bias
 NormOf = Callable[[Tensor], Tensor]
@@ -56,8 +56,9 @@ class DeviceExperts:
         ids, weights = self._choose(multiply(ROUTER, self._router_norm(x)))
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self._router.logits.n).tolist()
-        read, (before, behind) = self._input_norm(x), AROUND
-        given = (multiply(before, read) if self._around else read)[order // self._router.chosen]
+        read = self._input_norm(x)
+        read = multiply("experts.before", read) if self._around else read
+        given = read[order // self._router.chosen]
         shares = weights.flatten()[order].unsqueeze(1)
         if self._router.scales_input:
             given, shares = given * shares, torch.ones_like(shares)
@@ -65,13 +66,13 @@ class DeviceExperts:
         for index, count in enumerate(counts):
             if count:
                 rows = slice(first, first + count)
-                gate_up, down = (numbered(part, index) for part in EXPERTS)
-                found[rows] = multiply(down, activate(self._plan, multiply(gate_up, given[rows])))
+                both = multiply(f"experts.gate_up.{index}", given[rows])
+                found[rows] = multiply(f"experts.down.{index}", activate(self._plan, both))
                 first += count
         outputs = torch.empty_like(found)
         outputs[order] = found * shares
         total = outputs.view(*ids.shape, -1).sum(1)
-        return self._output_norm(multiply(behind, total) if self._around else total)
+        return self._output_norm(multiply("experts.behind", total) if self._around else total)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The experts [T, chosen] of rows, ascending, and their weights."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.kernels.layer_plan import HeadNorm, InputPlan, LayerPlan, Norm, NormKind
-from dovetail.workers.models.backends.blob import numbered
 from dovetail.workers.models.backends.device.experts import (
     DeviceExperts,
     HostExperts,
@@ -95,8 +94,8 @@ class DeviceLayer:
     def _input(self, rows: SeenRows, own: InputPlan, states: Tensor, multiply: Multiply) -> Tensor:
         assert rows.inputs is not None
         inputs = rows.inputs[:, own.first : own.first + own.gate.n]
-        both = torch.cat([multiply("input_gate", states), inputs], dim=1)
-        return multiply("input_projection", activate(self._plan, both))
+        both = torch.cat([multiply("own_input.gate", states), inputs], dim=1)
+        return multiply("own_input.projection", activate(self._plan, both))
 
     def _mix(self, rows: SeenRows, x: Tensor, states: Tensor, multiply: Multiply) -> Tensor:
         """Return the output of attention and a mixer with a state for normed rows x [T, hidden]."""
@@ -112,8 +111,8 @@ class DeviceLayer:
         update = multiply("output", mixed)
         if plan.beside is None or self._scan is None:
             return update
-        given = multiply("beside_given", _through(self._beside_norm, states))
-        other = multiply("beside_output", self._scan.run(rows.stateful, given))
+        given = multiply("beside.given", _through(self._beside_norm, states))
+        other = multiply("beside.output", self._scan.run(rows.stateful, given))
         return update * plan.beside.attention_factor + other * plan.beside.factor
 
     def _mlp(self, x: Tensor, states: Tensor, multiply: Multiply) -> Tensor:
@@ -220,7 +219,7 @@ class DeviceLatents:
             given, [first, own.rank, plan.head_dim - own.rank], dim=1
         )
         if own.query_up is not None:
-            queries = multiply("query_up", self._query_norm(queries))
+            queries = multiply("latent.query_up", self._query_norm(queries))
         heads, key = queries.reshape(len(given), plan.heads, -1), key.unsqueeze(1)
         if plan.rotary is not None:
             assert rows.turn is not None
@@ -230,14 +229,14 @@ class DeviceLatents:
         if plan.rotary is not None and rows.turn is not None:
             ends = rows.turn.of(ends, plan.rotary)
         absorbed = [
-            multiply(numbered("key_up", head), heads[:, head, : own.plain].contiguous())
+            multiply(f"latent.key_up.{head}", heads[:, head, : own.plain].contiguous())
             for head in range(plan.heads)
         ]
         query = torch.cat([torch.stack(absorbed, dim=1), ends], dim=-1).transpose(0, 1)
         row = torch.cat([self._latent_norm(latent), key.squeeze(1)], dim=-1).unsqueeze(0)
         mixed = rows.attend(plan, query, row, row)
         values = [
-            multiply(numbered("value_up", head), mixed[:, head].contiguous())
+            multiply(f"latent.value_up.{head}", mixed[:, head].contiguous())
             for head in range(plan.heads)
         ]
         return torch.cat(values, dim=1)

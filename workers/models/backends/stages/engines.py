@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.base import Transfer
+from dovetail.workers.devices.base import Capture, Transfer
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import LANES, LayerPlan
 from dovetail.workers.models import attention
@@ -26,7 +26,7 @@ from dovetail.workers.models.backends.device.attention import CONTEST, attending
 from dovetail.workers.models.backends.device.choice import Products, products_on
 from dovetail.workers.models.backends.device.fixed import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.layer import DeviceLayer
-from dovetail.workers.models.backends.device.levels import is_placeable
+from dovetail.workers.models.backends.device.levels import Levels, is_placeable
 from dovetail.workers.models.backends.device.own_blocks import blocks_on
 from dovetail.workers.models.backends.device.parts import Angles, Parts, Turn
 from dovetail.workers.models.backends.device.products import Product, product, rounded_product
@@ -147,16 +147,10 @@ class SettledLayer:
     def __call__(self, rows: SeenRows, states: Tensor) -> None:
         self.layer.run(rows, states, lambda name, x: product(self.matrices[name], x))
 
-
-@dataclass(frozen=True)
-class RoundedLayer:
-    """A settled layer of a draft, whose products may round to the type of the weights."""
-
-    settled: SettledLayer
-
-    def __call__(self, rows: Any, states: Tensor) -> None:
-        layer, matrices = self.settled.layer, self.settled.matrices
-        layer.run(rows, states, lambda name, x: rounded_product(matrices[name], x, layer.narrow))
+    def roughly(self, rows: SeenRows, states: Tensor) -> None:
+        """Compute for a draft: products may round to the type of the weights."""
+        matrices, narrow = self.matrices, self.layer.narrow
+        self.layer.run(rows, states, lambda name, x: rounded_product(matrices[name], x, narrow))
 
 
 class _TorchReady:
@@ -213,6 +207,19 @@ class TorchEngine:
         attention = self.products.owner(CONTEST)
         return None if attention is None else Ours(attention, self.parts)
 
+    def levels(
+        self,
+        capture: Capture,
+        hidden: int,
+        plans: Sequence[LayerPlan],
+        layers: Sequence[Run],
+        logits: Callable[[Tensor], Tensor],
+    ) -> Levels:
+        """Return the levels of a model whose layers are computed here."""
+        ours = self.ours_for(plans)
+        own = self.turn, self.by
+        return Levels(capture, self.device, hidden, plans, layers, *own, logits, ours)
+
     def take(self, plan: LayerPlan) -> None:
         """Prepare the angles and masks of a layer for every pass."""
         if plan.rotary is not None:
@@ -245,15 +252,9 @@ class TorchEngine:
             if plan.caches
         ]
         if len(set(heads)) == 1 and not heads[0].latent:
-            cache: KVCache = ArenaCache(
-                self.arenas,
-                layers=len(heads),
-                kv_heads=heads[0].kv_heads,
-                head_dim=heads[0].head_dim,
-                capacity=capacity,
-                dtype=dtype,
-                device=self.device,
-            )
+            one, more = heads[0], {"layers": len(heads), "capacity": capacity}
+            size = {"kv_heads": one.kv_heads, "head_dim": one.head_dim, **more}
+            cache: KVCache = ArenaCache(self.arenas, **size, dtype=dtype, device=self.device)
         else:
             cache = MixedKVCache(heads, capacity=capacity, dtype=dtype, device=self.device)
         shapes = [plan.scan.shape for plan in plans if plan.scan is not None]

@@ -48,12 +48,12 @@ class StagedPass:
         """Return the inputs of some rows."""
         return None if self.inputs is None else self.inputs[rows]
 
-    def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Sequence[Segment]]]:
-        """Yield the rows of a stage in parts: which rows, and their segments."""
-        segments = [
-            replace(segment, cache=part_of(segment.cache, stage)) for segment in self.segments
+    def parts(self, engine: Engine, segments: Sequence[Segment]) -> list[tuple[slice, Any]]:
+        """Return the rows of a pass some at a time, as an engine's layers take them."""
+        return [
+            (rows, engine.see(self.positions[rows], some, self.inputs_of(rows)))
+            for rows, some in chunks_of(segments, engine.chunk)
         ]
-        yield from chunks_of(segments, chunk)
 
 
 def part_of(cache: Cache, stage: int) -> Cache:
@@ -69,18 +69,9 @@ def chunks_of(segments: Sequence[Segment], chunk: int) -> Iterator[tuple[slice, 
         return
     segment = segments[0]
     for first in range(0, segment.count, chunk):
-        count = min(chunk, segment.count - first)
-        yield (
-            slice(first, first + count),
-            [
-                replace(
-                    segment,
-                    start=segment.start + first,
-                    count=count,
-                    follows=segment.follows or first > 0,
-                )
-            ],
-        )
+        count, follows = min(chunk, segment.count - first), segment.follows or first > 0
+        part = replace(segment, start=segment.start + first, count=count, follows=follows)
+        yield slice(first, first + count), [part]
 
 
 class StagedCache:
@@ -142,6 +133,7 @@ class Ring:
         self._transfer, self._blobs = transfer, blobs
         largest = max(blob.numel() for blob in blobs)
         self._buffers = [transfer.buffer(largest) for _ in range(buffers)]
+        self._made: dict[tuple[int, int], Run] = {}  # layers by blob and buffer
         self._turn = 0  # blobs so far: the next is blobs[turn % blobs], in buffers[turn % buffers]
         self.copied_bytes = 0
         start = transfer.computed()
@@ -150,9 +142,7 @@ class Ring:
     @contextmanager
     def next(self, blob: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the number of a blob's buffer and the blob in it, for use within the block."""
-        while (
-            self._turn % len(self._blobs) != blob
-        ):  # a pass that failed half-way left the ring unchanged
+        while self._turn % len(self._blobs) != blob:  # after a pass that failed half-way
             self._move_on()
         slot = self._turn % len(self._buffers)
         self._transfer.wait(self._filled[slot])
@@ -161,21 +151,26 @@ class Ring:
         finally:
             self._move_on()
 
+    @contextmanager
+    def layer(self, ready: Ready, blob: int) -> Iterator[Run]:
+        """Yield a layer with its blob, made once for each of the buffers."""
+        with self.next(blob) as (slot, memory):
+            if (blob, slot) not in self._made:
+                self._made[blob, slot] = ready.at(memory)
+            yield self._made[blob, slot]
+
     def _move_on(self) -> None:
         """Advance to the next blob, and fetch the blob that follows in its buffer."""
         slot = self._turn % len(self._buffers)
         if len(self._buffers) < len(self._blobs):
-            self._filled[slot] = self._fetch(
-                self._turn + len(self._buffers), self._transfer.computed()
-            )
+            following = self._turn + len(self._buffers)
+            self._filled[slot] = self._fetch(following, self._transfer.computed())
         self._turn += 1
 
     def _fetch(self, turn: int, after: Mark) -> Mark:
-        source = self._blobs[turn % len(self._blobs)]
+        source, buffer = self._blobs[turn % len(self._blobs)], turn % len(self._buffers)
         self.copied_bytes += source.numel()
-        return self._transfer.copy(
-            source, self._buffers[turn % len(self._buffers)][: source.numel()], after
-        )
+        return self._transfer.copy(source, self._buffers[buffer][: source.numel()], after)
 
 
 class Stage:
@@ -189,7 +184,6 @@ class Stage:
         self._layers: list[Run | Ready] = []
         self._blobs: list[Tensor] = []  # the numbers of the layers that are streamed
         self._ring: Ring | None = None
-        self._made: dict[tuple[int, int], Run] = {}
         self._spans: Mapping[int, Span] = {}  # layers that are captured, by the first of them
         self._mirrored: list[tuple[int, int]] = []
         """Places of mirrored layers in the caches of the stage before and of this one."""
@@ -208,11 +202,8 @@ class Stage:
     @property
     def settled(self) -> Mapping[int, SettledLayer]:
         """Number in this stage -> layer whose weights stay and which torch computes."""
-        return {
-            index: layer
-            for index, layer in enumerate(self._layers)
-            if isinstance(layer, SettledLayer)
-        }
+        layers = enumerate(self._layers)
+        return {index: layer for index, layer in layers if isinstance(layer, SettledLayer)}
 
     @property
     def resident(self) -> Mapping[int, DecoderLayer]:
@@ -255,24 +246,18 @@ class Stage:
                 index = span.stop
                 continue
             layer, states = self._layers[index], states.to(self.engine.device)
-            parts = self._parts(seen) if parts is None else parts
+            parts = seen.parts(self.engine, own) if parts is None else parts
             kept.keep(self._first + index, states)
             if callable(layer):
                 run_parts(layer, parts, states)
             else:
-                with self._fetched(layer, streamed) as run:
+                assert self._ring is not None
+                with self._ring.layer(layer, streamed) as run:
                     run_parts(run, parts, states)
                 streamed += 1
             index += 1
         beat()
         return states.to(self.engine.device)
-
-    def _parts(self, seen: StagedPass) -> list[tuple[slice, Any]]:
-        """Return the rows of a pass in parts, for the layers."""
-        return [
-            (rows, self.engine.see(seen.positions[rows], segments, seen.inputs_of(rows)))
-            for rows, segments in seen.parts(self._number, self.engine.chunk)
-        ]
 
     def _bring(self, segment: Segment) -> None:
         """Copy the rows of a session written by the stage before, for layers here that read
@@ -283,22 +268,6 @@ class Stage:
         for source, target in self._mirrored:
             key, value = before.read(source, segment.start, segment.start + segment.count)
             own.write(target, key, value, segment.start)
-
-    @contextmanager
-    def _fetched(self, layer: Ready, streamed: int) -> Iterator[Run]:
-        """A streamed layer, the stage's n-th, with its weights."""
-        assert self._ring is not None
-        with self._ring.next(streamed) as (slot, memory):
-            yield made_once(self._made, layer, streamed, slot, memory)
-
-
-def made_once(
-    made: dict[tuple[int, int], Run], layer: Ready, index: int, slot: int, memory: Tensor
-) -> Run:
-    """A layer in a buffer, made once for each of the buffers."""
-    if (index, slot) not in made:
-        made[index, slot] = layer.at(memory)
-    return made[index, slot]
 
 
 def run_parts(layer: Run, parts: Sequence[tuple[slice, Any]], states: Tensor) -> None:
@@ -327,7 +296,6 @@ class PromptReader:
             for plan, (_, blob) in zip(self._alone, layers, strict=True)
         ]
         self._ring = Ring(transfer, [blob.memory for _, blob in layers], min(BUFFERS, len(layers)))
-        self._made: dict[tuple[int, int], Run] = {}
 
     def _by_itself(self, plan: LayerPlan) -> LayerPlan:
         """Return a layer in a cache of its own, or of the layer whose keys it reads."""
@@ -348,15 +316,11 @@ class PromptReader:
             beat()
             kept.keep(index, there)
             reads = self._plans[index].reads
-            own = caches.get(index if reads is None else reads) or self._new_cache(
-                index, segment.count
-            )
-            parts = [
-                (rows, self._engine.see(seen.positions[rows], part, seen.inputs_of(rows)))
-                for rows, part in chunks_of([replace(segment, cache=own)], self._engine.chunk)
-            ]
-            with self._ring.next(index) as (slot, memory):
-                run_parts(made_once(self._made, layer, index, slot, memory), parts, there)
+            own = caches.get(index if reads is None else reads)
+            own = own or self._new_cache(index, segment.count)
+            parts = seen.parts(self._engine, [replace(segment, cache=own)])
+            with self._ring.layer(layer, index) as run:
+                run_parts(run, parts, there)
             self._engine.hand_over(own, cache, self._placed[index], segment.count)
         return there.to(states.device)
 

@@ -81,9 +81,8 @@ def read_head(file: Path, *, texts: bool = True) -> FileHead:
         with file.open("rb") as opened:
             identity = Identity.of(opened)
             if opened.read(4) != MAGIC:
-                raise CheckpointError(
-                    f"{file} is no GGUF file: it does not begin with the letters GGUF; {AGAIN}"
-                )
+                text = "is no GGUF file: it does not begin with the letters GGUF"
+                raise CheckpointError(f"{file} {text}; {AGAIN}")
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _Reader(file, content, texts=texts).head(identity)
     except OSError as error:
@@ -192,10 +191,8 @@ class _Reader:
             return content.decode()
         except UnicodeDecodeError:
             if what.startswith(NEEDED):
-                raise CheckpointError(
-                    f"{self._file}: {what[:100]} has text that is not UTF-8; take another file of "
-                    "this model"
-                ) from None
+                text = f"{self._file}: {what[:100]} has text that is not UTF-8"
+                raise CheckpointError(f"{text}; take another file of this model") from None
             return content
 
     def _number(self, kind: str) -> int:
@@ -217,12 +214,8 @@ class _Reader:
     def _refuse_version(self, version: int) -> NoReturn:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if swapped in VERSIONS:
-            raise CheckpointError(
-                f"{self._file} is a GGUF file of a big-endian machine; take a little-endian one"
-            )
-        raise CheckpointError(
-            f"{self._file} is a GGUF file of version {version}; take one of version 2 or 3"
-        )
+            raise CheckpointError(f"{self._file} is big-endian; take a little-endian GGUF file")
+        raise CheckpointError(f"{self._file} is GGUF of version {version}; take version 2 or 3")
 
 
 MOST_NUMBERS = 1 << 16
@@ -262,10 +255,8 @@ def read_model(file: Path, *, texts: bool = True) -> Model:
     names = [place.name for head in heads for place in head.tensors]
     counted = heads[0].facts.get("split.tensors.count", len(names))
     if len(set(names)) != len(names) or (len(heads) > 1 and counted != len(names)):
-        raise CheckpointError(
-            f"{file}: its parts have {len(names)} tensors, {len(set(names))} of them different, "
-            f"where {str(counted)[:50]} are called for; {AGAIN}"
-        )
+        text = f"its parts have {len(set(names))} tensors, and not {str(counted)[:50]}"
+        raise CheckpointError(f"{file}: {text}; {AGAIN}")
     return Model(heads)
 
 
@@ -292,10 +283,8 @@ def _refuse_places(head: FileHead) -> None:
     for place in sorted(head.tensors, key=lambda place: place.offset):
         if place.kind not in KINDS:
             kind = UNREAD.get(place.kind, f"number {place.kind}")
-            raise CheckpointError(
-                f"{head.file}: tensor {place.name} is of type {kind}, which is not read here; take "
-                f"a file of another quantisation, such as Q4_K_M or Q8_0"
-            )
+            text = f"{head.file}: tensor {place.name} is of type {kind}, which is not read here"
+            raise CheckpointError(f"{text}; take another quantisation, such as Q4_K_M or Q8_0")
         try:
             size = place.size_bytes
         except ValueError as error:

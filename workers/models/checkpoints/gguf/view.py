@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.files import cache_folder, refusal, tidy
 from dovetail.protocol.memory import uncollected
-from dovetail.workers.models.checkpoints.digests import Identity
+from dovetail.workers.models.checkpoints.digests import Identity, changed
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.kinds import Described
 from dovetail.workers.models.checkpoints.gguf.names import MARK, is_gguf, only_model, parts_of
@@ -159,10 +159,7 @@ def model_of(folder: Path) -> "Model | None":
     model = read_model(Path(mark["files"][0]["path"]), texts=False)
     for head, one in zip(model.heads, mark["files"], strict=False):
         if not head.identity.same_content(Identity(**one["identity"])):
-            raise CheckpointError(
-                f"{head.file} was changed while it was loaded: wait until it is written, and start "
-                "again"
-            )
+            raise changed(head.file)
     return model
 
 

@@ -327,11 +327,8 @@ def _matrix(scheme: Scheme, parts: Parts[P]) -> Matrix[P]:
     for part, (full, tensor) in parts.items():
         if part in kinds and tensor.kind not in kinds[part]:
             allowed = " or ".join(kinds[part])
-            raise UnfitError(
-                f"tensor {full} has numbers of type {tensor.kind}, not {allowed}; fetch the model "
-                "again",
-                name,
-            )
+            text = f"tensor {full} has numbers of type {tensor.kind}, not {allowed}"
+            raise UnfitError(f"{text}; fetch the model again", name)
     for part, due in _due(scheme, shape, parts).items():
         if part in parts and parts[part][1].shape != due:
             raise UnfitError(unlike(parts[part][0]), name)

@@ -24,6 +24,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.files import cache_folder, refusal, tidy
 from dovetail.workers.kernels.blocks import search
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
+from dovetail.workers.models.checkpoints.files import check_home
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.checkpoints.gguf.rows import Rows
 from dovetail.workers.models.checkpoints.loader import Skeleton
@@ -80,9 +81,8 @@ class Stack:
             with path.open("rb", buffering=0) as source:
                 found = bytearray(self._read(source, index))
         except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read any more ({refusal(error, writes=False)}): start again"
-            ) from None
+            why = refusal(error, writes=False)
+            raise CheckpointError(f"{path} cannot be read any more ({why}): start again") from None
         return torch.frombuffer(found, dtype=torch.uint8).view(self._shape[1:])
 
     def _open(self) -> None:
@@ -245,8 +245,7 @@ def _open_folder(digest: str) -> Path | None:
     whole = cache_folder() / FOLDER
     folder = whole / hashlib.sha256(f"{digest}\0{SEARCH}\0stacks".encode()).hexdigest()[:32]
     try:
-        if not folder.is_absolute():
-            raise FileNotFoundError(2, "this user has no home, and XDG_CACHE_HOME names no folder")
+        check_home(folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.touch()
         tidy(whole, MOST_KEPT)
@@ -287,10 +286,8 @@ def _found(name: str, kind: int, weight: Tensor) -> Tensor:
 
 
 def _unfit(name: str) -> CheckpointError:
-    return CheckpointError(
-        f"the numbers of {name} are too large or too small for blocks of 4 bits, whose scales are "
-        "halves: use weights int8"
-    )
+    text = f"the numbers of {name} are too large or too small for blocks of 4 bits"
+    return CheckpointError(f"{text}, whose scales are halves: use weights int8")
 
 
 def _in_pieces(find: Callable[[int], None], firsts: range) -> None:

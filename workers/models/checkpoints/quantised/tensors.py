@@ -85,10 +85,8 @@ class CodedTensor(Stored):
     def _check_groups(self, groups: Tensor, count: int) -> None:
         low, high = int(groups.min()), int(groups.max())
         if low < 0 or high >= count:
-            raise damaged(
-                f"{self.file}: tensor {self.parts['groups'][0]} names group "
-                f"{low if low < 0 else high}, and its matrix has the groups 0 to {count - 1}"
-            )
+            text = f"names group {low if low < 0 else high}, and its matrix has 0 to {count - 1}"
+            raise damaged(f"{self.file}: tensor {self.parts['groups'][0]} {text}")
 
 
 def decoded(content: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -441,10 +441,7 @@ def gemma4(facts: Facts) -> Configuration:
         facts.whole("rope.dimension_count_swa", local),
     )
     if not whole_values or rotated != (head, local) or not 0 <= shared < facts.layers:
-        raise facts.refusal(
-            f"it rotates {rotated} numbers of heads of {head} and {local}, or its values are of "
-            f"another width, or {shared} layers read keys of others"
-        )
+        raise facts.refusal(f"its {shared} shared layers or {rotated} rotated numbers do not fit")
     own, widths = (
         facts.whole("embedding_length_per_layer_input"),
         facts.each("feed_forward_length"),

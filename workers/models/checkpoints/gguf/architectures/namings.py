@@ -88,12 +88,14 @@ UPPER, LOWER = "#upper", "#lower"
 its queries, keys and values above its gates."""
 
 
-ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
+def _under(part: str, **names: str) -> Mapping[str, str]:
+    """Return the names of tensors of a part of a layer, by those in a file."""
+    return {own: f"{part}.{name}" for own, name in names.items()}
+
+
+ATTENTION = _under(
+    "self_attn", attn_q="q_proj", attn_k="k_proj", attn_v="v_proj", attn_output="o_proj"
+)
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
@@ -120,18 +122,23 @@ def shared_names(part: str) -> Mapping[str, str]:
     return {f"ffn_{name}_shexp": f"{part}.{linear}" for name, linear in linears.items()}
 
 
+_SHARED_EXPERTS = {**shared_names("mlp.shared_experts"), "ffn_gate_inp": "mlp.gate"}
+_SHARED_EXPERT = {
+    **shared_names("mlp.shared_expert"),
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_CORRECTED = {"exp_probs_b.bias": f"mlp.gate.{CORRECTION}"}
+
+
 FINAL = {**GLOBAL, "output_norm": "model.final_layernorm"}
+_QUERIES = {"attn_q": "q_proj", "attn_q_a": "q_a_proj", "attn_q_a_norm": "q_a_layernorm"}
+_KEYS = {"attn_kv_a_mqa": "kv_a_proj_with_mqa", "attn_kv_a_norm": "kv_a_layernorm"}
 LATENT = {
-    "attn_q": "self_attn.q_proj",
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    **_under("self_attn", **_QUERIES, **_KEYS, attn_q_b="q_b_proj", attn_output="o_proj"),
     "attn_kv_b": BOTH_UP,
     "attn_k_b": KEYS_UP,
     "attn_v_b": VALUES_UP,
-    "attn_output": "self_attn.o_proj",
 }
 AFTER_ROPE = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 
@@ -140,24 +147,21 @@ _PHI = {
     **ATTENTION,
     "attn_output": "self_attn.dense",
     "attn_norm": "input_layernorm",
-    "ffn_up": "mlp.fc1",
-    "ffn_down": "mlp.fc2",
+    **_under("mlp", ffn_up="fc1", ffn_down="fc2"),
 }
+_C_MLP = _under("mlp", ffn_up="c_fc", ffn_down="c_proj")
 _GPT2 = {
+    **_under("attn", attn_qkv="c_attn", attn_output="c_proj"),
     "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
     "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
+    **_C_MLP,
 }
 _TRANSFORMER = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
+    **_under("transformer", token_embd="wte", position_embd="wpe", output_norm="ln_f"),
     "output": "lm_head",
 }
-_UNGATED = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_UNGATED = _under("mlp", ffn_up="up_proj", ffn_down="down_proj")
+_JOINED_UP = {**_UNGATED, "ffn_up": "mlp.gate_up_proj"}
 
 
 _GEMMA4 = {
@@ -178,12 +182,8 @@ _QWEN35 = {
     **HEAD_NORMS,
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
+    **_under("linear_attn", attn_qkv="in_proj_qkv", attn_gate="in_proj_z", ssm_norm="norm"),
+    **_under("linear_attn", ssm_beta="in_proj_b", ssm_alpha="in_proj_a", ssm_conv1d="conv1d"),
     "ssm_out": "linear_attn.out_proj",
 }
 _DELTA: Mapping[str, Any] = {
@@ -222,9 +222,7 @@ _MIXERS, _BARE_MIXERS = _mamba("mixer")
 _FEED_FORWARD = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "pre_ff_layernorm",
-    "ffn_gate": "feed_forward.gate_proj",
-    "ffn_up": "feed_forward.up_proj",
-    "ffn_down": "feed_forward.down_proj",
+    **{name: part.replace("mlp.", "feed_forward.") for name, part in MLP.items()},
 }
 _NEMOTRON_H = {
     **_MIXERS,
@@ -245,12 +243,8 @@ _LFM2 = {
     "attn_k_norm": "self_attn.k_layernorm",
     "attn_norm": "operator_norm",
     "ffn_norm": "ffn_norm",
-    "shortconv.conv": "conv.conv",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+    **_under("feed_forward", ffn_gate="w1", ffn_up="w3", ffn_down="w2"),
 }
 _LFM2_OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -275,8 +269,7 @@ NAMINGS: Mapping[str, Naming] = {
             **NORMS,
             "post_attention_norm": "post_self_attn_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
-            "ffn_up": "mlp.gate_up_proj",
-            "ffn_down": "mlp.down_proj",
+            **_JOINED_UP,
         }
     ),
     "cohere2": Naming({**ATTENTION, **MLP, "attn_norm": "input_layernorm"}),
@@ -290,15 +283,13 @@ NAMINGS: Mapping[str, Naming] = {
     "phi3": Naming(
         {
             **NORMS,
-            "attn_qkv": "self_attn.qkv_proj",
-            "attn_output": "self_attn.o_proj",
-            "ffn_up": "mlp.gate_up_proj",
-            "ffn_down": "mlp.down_proj",
+            **_JOINED_UP,
+            **_under("self_attn", attn_qkv="qkv_proj", attn_output="o_proj"),
         }
     ),
     "gpt2": Naming(_GPT2, prefix="transformer.h.", outside=_TRANSFORMER, transposed=True),
     "starcoder": Naming(_GPT2, prefix="transformer.h.", outside=_TRANSFORMER),
-    "starcoder2": Naming({**ATTENTION, **NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "starcoder2": Naming({**ATTENTION, **NORMS, **_C_MLP}),
     "stablelm": Naming(LLAMA),
     "phi2": Naming(_PHI, outside=FINAL),
     "nemotron": Naming({**ATTENTION, **NORMS, **_UNGATED}, plus_one=True),
@@ -307,15 +298,12 @@ NAMINGS: Mapping[str, Naming] = {
     "gptneox": Naming(
         {
             **NORMS,
-            "attn_qkv": "attention.query_key_value",
-            "attn_output": "attention.dense",
-            "ffn_up": "mlp.dense_h_to_4h",
-            "ffn_down": "mlp.dense_4h_to_h",
+            **_under("attention", attn_qkv="query_key_value", attn_output="dense"),
+            **_under("mlp", ffn_up="dense_h_to_4h", ffn_down="dense_4h_to_h"),
         },
         prefix="gpt_neox.layers.",
         outside={
-            "token_embd": "gpt_neox.embed_in",
-            "output_norm": "gpt_neox.final_layer_norm",
+            **_under("gpt_neox", token_embd="embed_in", output_norm="final_layer_norm"),
             "output": "lm_head",
         },
         by_heads=("attn_qkv",),
@@ -355,13 +343,7 @@ NAMINGS: Mapping[str, Naming] = {
         stacks=Stacks.TURNED,
     ),
     "qwen2moe": Naming(
-        {
-            **ATTENTION,
-            **NORMS,
-            **shared_names("mlp.shared_expert"),
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        },
+        {**ATTENTION, **NORMS, **_SHARED_EXPERT},
         experts=GATED,
         single={"ffn_gate_inp_shexp": 0},
     ),
@@ -380,32 +362,18 @@ NAMINGS: Mapping[str, Naming] = {
         {
             **LLAMA,
             **HEAD_NORMS,
-            **shared_names("mlp.shared_experts"),
+            **_SHARED_EXPERTS,
             "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_inp": "mlp.gate",
         },
         experts=GATED,
-        bare={"exp_probs_b.bias": f"mlp.gate.{CORRECTION}"},
+        bare=_CORRECTED,
     ),
-    "dots1": Naming(
-        {**LLAMA, **HEAD_NORMS, **shared_names("mlp.shared_experts"), "ffn_gate_inp": "mlp.gate"},
-        experts=GATED,
-        bare={"exp_probs_b.bias": f"mlp.gate.{CORRECTION}"},
-    ),
+    "dots1": Naming({**LLAMA, **HEAD_NORMS, **_SHARED_EXPERTS}, experts=GATED, bare=_CORRECTED),
     "deepseek2": Naming(
-        {
-            **NORMS,
-            **MLP,
-            **shared_names("mlp.shared_experts"),
-            **LATENT,
-            "ffn_gate_inp": "mlp.gate",
-        },
-        experts=GATED,
-        bare={"exp_probs_b.bias": f"mlp.gate.{CORRECTION}"},
-        latents=True,
+        {**NORMS, **MLP, **_SHARED_EXPERTS, **LATENT}, experts=GATED, bare=_CORRECTED, latents=True
     ),
     "ernie4_5-moe": Naming(
-        {**LLAMA, **shared_names("mlp.shared_experts"), "ffn_gate_inp": "mlp.gate"},
+        {**LLAMA, **_SHARED_EXPERTS},
         experts=GATED,
         bare={"exp_probs_b.bias": f"mlp.moe_statics.{CORRECTION}"},
         single={"exp_probs_b": 0},
@@ -446,13 +414,10 @@ NAMINGS: Mapping[str, Naming] = {
     "qwen3next": Naming(
         {
             **_QWEN35,
-            **shared_names("mlp.shared_expert"),
+            **_SHARED_EXPERT,
             "attn_qkv": f"linear_attn.in_proj_qkvz{UPPER}",
             "attn_gate": f"linear_attn.in_proj_qkvz{LOWER}",
-            "ssm_in": "linear_attn.in_proj_qkvz",
-            "ssm_ba": "linear_attn.in_proj_ba",
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **_under("linear_attn", ssm_in="in_proj_qkvz", ssm_ba="in_proj_ba"),
         },
         experts=GATED,
         **{**_DELTA, "tiled": {}, "logarithms": ("ssm_a",)},
@@ -497,10 +462,8 @@ NAMINGS: Mapping[str, Naming] = {
         {
             **_NEMOTRON_H,
             "ffn_gate_inp": "mixer.gate",
-            "ffn_up_shexp": "mixer.shared_experts.up_proj",
-            "ffn_down_shexp": "mixer.shared_experts.down_proj",
-            "ffn_latent_down": "mixer.fc1_latent_proj",
-            "ffn_latent_up": "mixer.fc2_latent_proj",
+            **_under("mixer.shared_experts", ffn_up_shexp="up_proj", ffn_down_shexp="down_proj"),
+            **_under("mixer", ffn_latent_down="fc1_latent_proj", ffn_latent_up="fc2_latent_proj"),
         },
         prefix="backbone.layers.",
         outside=_BACKBONE,
@@ -511,16 +474,7 @@ NAMINGS: Mapping[str, Naming] = {
         **_SCAN,
     ),
     "qwen35": Naming({**_QWEN35, **MLP}, **_DELTA),
-    "qwen35moe": Naming(
-        {
-            **_QWEN35,
-            **shared_names("mlp.shared_expert"),
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        },
-        experts=GATED,
-        **_DELTA,
-    ),
+    "qwen35moe": Naming({**_QWEN35, **_SHARED_EXPERT}, experts=GATED, **_DELTA),
     "lfm2": Naming(_LFM2, outside=_LFM2_OUTSIDE, single={"shortconv.conv": 1}),
     "lfm2moe": Naming(
         {**_LFM2, "ffn_gate_inp": "feed_forward.gate"},
