@@ -231,8 +231,8 @@ def command(
     kernels' instruction set. For a draft, a small model or a head, t_D is measured: the seconds of
     one level of its tree. --target.prefill DEVICE measures how long this device takes to read
     prompts for a target on the CPU; target.prefill auto then uses it for prompts for which it pays
-    off. --target.split.device DEVICE or --target.device DEVICE measures resident and streamed
-    layers on it, and its link; `dovetail plan` composes placements from these. On a machine with
+    off. The device of --target.split.device or --target.device is measured with resident and
+    streamed layers, and its link; `dovetail plan` composes placements from these. On a machine with
     several memory nodes, a target that can be spread is measured on the best node and spread over
     all; target.numa auto then uses the faster layout.
     """

@@ -113,7 +113,7 @@ def view_of(file: Path, making: Callable[[], None] = lambda: None) -> Path:
     except OSError as error:
         if not (folder / MARK).is_file():  # else another process was faster
             raise CheckpointError(
-                f"the metadata of {file} cannot be cached in {folder} ({refusal(error)}), or name "
+                f"the metadata of {file} cannot be cached in {folder} ({refusal(error)}); name "
                 "another folder for caches in XDG_CACHE_HOME"
             ) from None
     return folder
