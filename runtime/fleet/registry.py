@@ -2,6 +2,7 @@
 only the coordinator can make: protocol versions, the role of a key, whether a draft fits its
 target. Without sockets; a refusal is a `RequestError` that is sent to the peer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import CheckpointError, RequestError
@@ -82,8 +83,9 @@ def shared_cores(worker: Worker, other: Worker) -> str:
     )
 
 
-def read_language(hello: Hello) -> Language | None:
-    """Return a Hello's vocabulary, with its tokenizer unless it is a draft's; None without one."""
+def read_language(hello: Hello, known: Iterable[Worker] = ()) -> Language | None:
+    """Return a Hello's vocabulary, with its tokenizer unless it is a draft's; None without one. A
+    table that one of the `known` workers sent, too, is not read again."""
     drafts = hello.roles == ("draft",)
     if drafts and not (hello.vocabulary or hello.tokenizer or hello.table):
         return None
@@ -93,8 +95,13 @@ def read_language(hello: Hello) -> Language | None:
             "protocol",
             f"the worker {hello.name} registered without vocabulary and tokenizer",
         )
+    same = (
+        worker.language.table
+        for worker in known
+        if worker.language and hello.table is not None and hello.table == worker.hello.table
+    )
     try:
-        table = (
+        table = next(same, None) or (
             TokenTable.read(tokenizer)
             if hello.table is None
             else TokenTable.unpacked(hello.table.data)
@@ -302,7 +309,7 @@ class Registry:
                 "protocol",
                 f"the target worker {hello.name} registered without a fingerprint",
             )
-        language = read_language(hello)
+        language = read_language(hello, self.workers.values())
         if hello.roles == ("draft",):  # never requested of a draft
             hello = hello.model_copy(update={"tokenizer": None, "table": None})
         assert hello.limits is not None

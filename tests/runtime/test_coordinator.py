@@ -238,6 +238,18 @@ def test_of_a_draft_only_a_table_of_its_tokens_is_kept() -> None:
     assert (kept.language.tokenizer, kept.language.table.packed) == (b"", packed)
 
 
+def test_a_table_of_tokens_that_another_worker_sent_is_not_read_again() -> None:
+    house = House(draft=False, target=False)
+    packed = TokenTable.read(tokenizer_bytes()).packed
+    for _ in range(2):
+        table = Array(dtype="uint8", shape=(len(packed),), data=bytes(bytearray(packed)))
+        house.add(ScriptedTarget, "target", table=table)
+    house.add(ScriptedDraft, "draft", table=table)
+    tables = [w.language and w.language.table for w in house.coordinator.registry.workers.values()]
+    assert len(tables) == 3
+    assert tables[0] is tables[1] is tables[2] is not None
+
+
 def test_a_target_that_comes_later_turns_a_draft_of_another_vocabulary_away() -> None:
     house = House(draft=False, target=False)
     stranger = house.add(ScriptedDraft, "draft", tokenizer=tokenizer_bytes(prefix="v"))
