@@ -46,7 +46,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     """Forget what earlier tests hold, and what was said in them."""
     held = Held()
     held.add_cache(MEMORY.empty_cache)
-    for module in ("devices.memory", "models.backends.device.arenas", "devices.cuda"):
+    for module in ("devices.memory", "models.backends.device.fixed", "devices.cuda"):
         monkeypatch.setattr(f"dovetail.workers.{module}.HELD", held)
     return held
 
