@@ -206,7 +206,7 @@ def test_the_folder_is_in_the_public_format_with_card_and_pictures(
         assert {content.get_slice(name).get_dtype() for name in names} <= {"F16", "I64", "BOOL"}
     card = (folder / "README.md").read_text()
     assert str(TARGET.name) in card
-    assert "tokens a round" in card
+    assert "tokens per round" in card
     for picture in ("loss.svg", "acceptance.svg"):
         xml.parse(folder / picture)
     assert not list(folder.parent.glob("*.unfinished"))
