@@ -171,7 +171,7 @@ CSV_COLUMNS = {
     "width": "most children per node and nodes per level",
     "ahead": "whether it drafts while the target verifies",
     "peak_rss_mb": "total of its processes, 10^6 bytes",
-    "draft_failures": "replies whose draft failed; there is no speed-up then",
+    "draft_failures": "replies whose draft failed; then no speed-up",
     "differ": "replies whose tokens are not those of none",
 }
 """Heading -> what it means."""

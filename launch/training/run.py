@@ -317,7 +317,7 @@ def curves(trained: "Trained") -> Mapping[str, str]:
     for depth in range(min(3, len(checks[0].at))):
         shares = [(check.steps, check.at[depth]) for check in checks]
         found.append(Curve(f"depth {depth + 1}", shares, dashed=True))
-    title, up = "Simulated acceptance on held-out text", "tokens a round; share accepted"
+    title, up = "Simulated acceptance on held-out text", "tokens per round; share accepted"
     return {
         "loss.svg": draw("Loss of the training", "steps", "loss", [loss]),
         "acceptance.svg": draw(title, "steps", up, found),

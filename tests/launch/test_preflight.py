@@ -486,7 +486,7 @@ def test_a_persons_values_reach_the_targets_template() -> None:
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [("{", "is not JSON"), ("[]", "no JSON object"), ('{"top_p": 7}', "sampling.top_p")],
+    [("{", "is not JSON"), ("[]", "not a JSON object"), ('{"top_p": 7}', "sampling.top_p")],
 )
 def test_a_damaged_file_is_one_error_that_names_it(
     content: str, complaint: str, tmp_path: Path

@@ -52,6 +52,7 @@ def test_a_target_takes_no_more_threads_than_the_cores_that_it_is_bound_to() -> 
         thread_count("target", TargetSettings(threads=2), Place((core,)))
 
 
+@pytest.mark.slow  # it compares with wall time
 @pytest.mark.parametrize(("quota", "most"), [(0.4, 0.4 * SHARE), (1.0, 1.0), (None, 1.0)])
 def test_a_worker_that_loads_beside_others_takes_a_part_of_a_fraction_of_a_cpu(
     quota: float | None, most: float

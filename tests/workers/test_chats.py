@@ -93,7 +93,7 @@ def test_each_form_of_a_line_is_the_same_chat(row: dict[str, Any], tmp_path: Pat
     ("line", "complaint"),
     [
         ("{", "not JSON"),
-        ("[]", "no JSON object"),
+        ("[]", "not a JSON object"),
         ("{}", "none of"),
         ('{"turns": []}', "not a list"),
         ('{"turns": [1]}', "not text"),

@@ -69,7 +69,7 @@ def _chat(where: str, line: str) -> Chat:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
-        _refuse(where, f"no JSON object with {FORMS}")
+        _refuse(where, f"not a JSON object with {FORMS}")
     if "text" in row and not {"conversations", "messages", "turns", "prompt"} & set(row):
         return Chat(where, text=_text(where, row["text"], "text"))
     messages = tuple(_messages(where, row))
