@@ -166,7 +166,7 @@ def test_a_head_whose_target_is_unknown_is_refused() -> None:
         (
             "b/fp32/k/whole/local/fp32",
             (),
-            "checkpoint b instead of a; name the intended model .* with --target MODEL",
+            "checkpoint b instead of a; name the intended model with --target MODEL",
         ),
         ("b/fp32/k/whole/local/fp32", ("target.threads",), "checkpoint b"),
         ("b/fp32/k/whole/local/fp32", ("target.model",), ""),

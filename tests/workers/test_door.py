@@ -100,7 +100,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "layers is NaN": (
         lambda p: edit(p / "config.json", num_hidden_layers=float("nan")),
-        "num_hidden_layers is nan; it must be a whole number",
+        "num_hidden_layers is nan; it must be an integer >= 1",
     ),
     "layers is text": (
         lambda p: edit(p / "config.json", num_hidden_layers="2"),

@@ -152,7 +152,7 @@ def test_a_gpu_without_torchs_int4_products_has_a_substitute_if_ours_is_proved(
     tell_products(device(), "draft")
     assert capsys.readouterr().err == (
         "draft: pretended:0: dovetail's own product multiplies codes3 weights: it is proved, and "
-        "times mean nothing here\n"
+        "times are meaningless here\n"
     )
     products_on.cache_clear()
     monkeypatch.setattr(PRETENDED, "program", lambda *_: "there is no compiler")

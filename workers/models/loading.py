@@ -184,7 +184,7 @@ def _on_cpu(
             )
         except StumbledError as error:
             if wanted.stage is not None and isinstance(error.__cause__, NotImplementedError):
-                other = "use half or fp32, or leave target.split, target.device, memory.vram out"
+                other = "use target.weights half or fp32, or leave the device out"
                 what = f"torch has no product of {wanted.weights} weights on that device"
                 raise checkpoint.refusal(f"{what} ({error.stumble}); {other}") from error
             why_not = f"the C++ kernels cannot compute model type {kind}: {error.stumble}"

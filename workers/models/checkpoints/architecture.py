@@ -146,7 +146,7 @@ def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
         if number is not None and (
             not isinstance(number, int) or isinstance(number, bool) or number < 1
         ):
-            raise CheckpointError(f"{file}: {name} is {shown(number)}; it must be at least 1")
+            raise CheckpointError(f"{file}: {name} is {shown(number)}; it must be an integer >= 1")
     for what, name in ((what, name) for what, names in LISTED.items() for name in names):
         number = content.get(name)
         if isinstance(number, int) and number > MOST_LISTED:
