@@ -363,9 +363,7 @@ def _headers(scope: Scope, url: str) -> list[tuple[bytes, bytes]]:
 
 def _nobody(replicas: Any, tried: set[str]) -> ApiError:
     if tried:
-        return unavailable(
-            f"none of the {len(tried)} tried replicas answered this request: try again soon"
-        )
+        return unavailable(f"no replica answered this request ({len(tried)} tried): try again soon")
     count = len(replicas)
     return unavailable(
         f"none of the {count} replicas is serving at present: /readyz shows their state"
