@@ -406,22 +406,21 @@ class Changes:
 
     def _move_over(self, change: Change) -> None:
         """Send new sessions to the newcomer instead of the old worker, if it still fits."""
-        change.phase, newcomer = Phase.MOVING, change.newcomer
+        if (newcomer := change.newcomer) is not None:
+            try:
+                self._registry.check_place(newcomer)
+            except RequestError as misfit:
+                self._fail(change, str(misfit))
+                return
+        change.phase = Phase.MOVING
         if change.old is not None:
             change.old.leaving = True
             change.reading = self._read_now()
-        if newcomer is None:
-            return
-        try:
-            self._registry.check_place(newcomer)
-        except RequestError as misfit:
-            self._undo(change, str(misfit))
-        else:
+        if newcomer is not None:
             newcomer.standby = False
             self._registry.engaged.add(newcomer.process)
             self._acts.send(newcomer, Engage(epoch=self._epoch))
             self._acts.join(newcomer)
-        if self._change is change:
             self._say(change, f"{newcomer.name} is in place")
 
     def _read_now(self) -> set[tuple[bytes, int]]:

@@ -105,10 +105,7 @@ class Scene:
         report = self.onlooker.status()
         there = {worker.worker_epoch for worker in report.workers}
         assert all(not worker.logs for worker in self.house.workers if worker.epoch in there)
-        assert (report.sessions, [worker.sessions for worker in report.workers]) == (
-            0,
-            [0] * len(report.workers),
-        )
+        assert not any((report.sessions, *(worker.sessions for worker in report.workers)))
         assert not any(worker.standby or worker.leaving for worker in report.workers)
 
     @property
@@ -287,11 +284,8 @@ def test_sessions_end_on_their_target_where_the_next_one_decides_otherwise_and_n
     None
 ):
     scene = Scene()
-    old, newcomer, said = (
-        scene.house.target,
-        scene.newcomer(ScriptedTarget, fingerprint=OTHER),
-        list[str](),
-    )
+    old, said = scene.house.target, list[str]()
+    newcomer = scene.newcomer(ScriptedTarget, fingerprint=OTHER)
     assert old is not None
     scene.begin()
     request = scene.swap(newcomer, old)
@@ -746,15 +740,18 @@ def test_a_worker_joins_beside_those_that_are_there_and_its_trials_count_for_not
     assert all(not command.keep for command in newcomer.seen[:20] if isinstance(command, Close))
 
 
-def test_a_newcomer_that_does_not_go_together_with_who_is_there_is_refused_and_nobody_has_to_leave() -> (  # noqa: E501
-    None
-):
-    scene = Scene(reads=READS)
-    narrow = scene.newcomer(ScriptedTarget, states=States(width=2, layers=8))
-    assert (
-        "The draft head" in narrow.failures[0].text or "the draft head" in narrow.failures[0].text
-    )
+def test_a_newcomer_is_refused_if_it_does_not_fit_and_removed_if_it_no_longer_does() -> None:
+    scene, narrow = Scene(reads=READS), {"states": States(width=2, layers=8)}
+    assert "the draft head" in scene.newcomer(ScriptedTarget, **narrow).failures[0].text.lower()
     assert scene.names == ["target", "draft"]
+    for replaced in (True, False):
+        scene = Scene(draft=False, reads=READS)
+        old = scene.house.target if replaced else None
+        request = scene.swap(scene.newcomer(ScriptedTarget, **narrow), old)
+        scene.house.add(ScriptedDraft, "draft", reads=READS, vocabulary=None)
+        with pytest.raises(RequestError, match="target-2 was not put in place: the draft head"):
+            scene.end(request)
+        assert scene.names == ["target", "draft"]
 
 
 def test_what_cannot_be_changed_is_said() -> None:
