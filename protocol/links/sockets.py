@@ -43,9 +43,8 @@ class Monitor:
         self._watched = watched
         watched.monitor(endpoint, events)
         self.socket = context.socket(zmq.PAIR)
-        self.socket.setsockopt(
-            zmq.RCVHWM, 0
-        )  # a full queue would stop the I/O thread, and with it all links
+        # a full queue would stop the I/O thread, and with it all links
+        self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.connect(endpoint)
         self.take()  # the descriptor fires only after a read that found nothing
 
@@ -101,9 +100,8 @@ class ZmqHub:
                 self._demand_keys(keys)
             self._monitor = Monitor(self._context, self._socket, GONE | REFUSED)
             self._address = place.bind(self._socket)
-            self._socket.getsockopt(
-                zmq.EVENTS
-            )  # the descriptor fires only after a read that found nothing
+            # the descriptor fires only after a read that found nothing
+            self._socket.getsockopt(zmq.EVENTS)
         except BaseException:
             self.close()
             raise

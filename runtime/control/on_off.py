@@ -24,14 +24,10 @@ MOST_DOUBLINGS = 3
 TRY_SHARE = 0.015  # share of all time that tests may cost, in the long run
 ALLOWANCE = 2.0  # rounds of the target alone that tests may cost in advance
 MOST_ALLOWANCE = 30.0
-TRY_GAIN, TRY_LOSS = (
-    1.5,
-    1.0,
-)  # gain or loss, in rounds of the target alone, at which a test ends early
-LEAST_TRY, MOST_TRY = (
-    3,
-    8,
-)  # the rounds of a test, not counting the first, in which the draft catches up
+TRY_GAIN, TRY_LOSS = 1.5, 1.0
+"""Gain or loss, in rounds of the target alone, at which a test ends early."""
+LEAST_TRY, MOST_TRY = 3, 8
+"""The rounds of a test, not counting the first, in which the draft catches up."""
 TRY_ROUNDS = 2  # assumed rounds of a failing test
 TRY_MARGIN = 1.03
 LASTING = 32  # rounds of drafting after which it is assumed to pay off

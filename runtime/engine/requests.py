@@ -74,7 +74,6 @@ def attempt(submit: Submit, target: Worker, client: str = "") -> Request | Reque
         return error
     except BaseException as error:
         # a tokenizer is in effect a program from the checkpoint: a panic affects only this request
-        # request alone
         reraise_exits(error)
         return RequestError("internal", f"the prompt could not be read: {told(error)}")
 

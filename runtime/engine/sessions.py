@@ -32,7 +32,7 @@ from dovetail.runtime.session.state import State
 log = logging.getLogger("dovetail.coordinator")
 T = TypeVar("T")
 
-EARLY = 0.9  # timers may fire this fraction of the delay early
+EARLY = 0.9  # share of its delay after which a timer may fire
 BEHIND = RequestError(
     "cancelled",
     "the request was cancelled before all tokens that its client has were decoded again",
@@ -182,9 +182,8 @@ class Sessions:
         now_ns = self._now_ns()
         running.over(now_ns)
         result = running.session.result(now_ns, finish.reason)
-        controls = min(
-            running.controller.controls, result.plain_rounds
-        )  # the last one may have been cut short
+        # the last one may have been cut short
+        controls = min(running.controller.controls, result.plain_rounds)
         result = result.model_copy(
             update={
                 "predicted_tokens_per_s": running.controller.predicted_tokens_per_s,

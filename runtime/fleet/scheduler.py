@@ -345,9 +345,8 @@ class Turns:
         ready, mixed = self._ready(command, most)
         if most == MAX_SESSIONS and not mixed and self.hold((*ready,)):
             return None
-        together = self._together(
-            [*ready.values()]
-        )  # if the message cannot be built, no answer is expected and nothing is dropped
+        # if the message cannot be built, no answer is expected and nothing is dropped
+        together = self._together([*ready.values()])
         logs = self._logs(together) if most == MAX_SESSIONS else {}
         if logs:
             reads = tuple(rest.item(rows) for rest, rows in logs.values())

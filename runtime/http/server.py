@@ -116,9 +116,8 @@ class PatientProtocol(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._head += size
         if self._head > MAX_HEAD_BYTES:
-            raise ValueError(
-                "the head of the request is too large"
-            )  # the parser reports it as its own error
+            # the parser reports it as its own error
+            raise ValueError("the head of the request is too large")
 
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP with our own error."""

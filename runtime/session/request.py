@@ -141,8 +141,7 @@ def base_of(command: Open) -> Base | None:
     return Base(command.base, command.kept, command.shared)
 
 
-# -- checks of requests, also used by the HTTP process
-# ----------------------------------------------
+# -- checks of requests, also used by the HTTP process ---------------------------------------------
 
 
 def check_ids(where: str, ids: Iterable[int], size: int) -> None:

@@ -528,7 +528,6 @@ def _growth(part: Any) -> float:
         return math.prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
     if part.get("type") != "Replace":
         return 1.0
-    replaced = len(
-        str(part["pattern"].get("String", ""))
-    )  # an expression may match between any two letters
+    # an expression may match between any two characters
+    replaced = len(str(part["pattern"].get("String", "")))
     return max(1.0, len(part["content"]) / replaced if replaced else 1 + len(part["content"]))
