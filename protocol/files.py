@@ -48,7 +48,7 @@ def refusal(error: OSError, *, writes: bool = True) -> str:
         remedy = None
     if path.is_relative_to("/proc") and not Path("/proc/self").exists():
         remedy = "mount /proc"
-    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""), "dovetail")
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or os.devnull, "dovetail")
     places = {"XDG_CACHE_HOME": cache_folder(), "XDG_RUNTIME_DIR": runtime}
     wrong = [name for name, place in places.items() if path.is_relative_to(place)]
     if said.startswith(NO_TEMPORARY) and not any(os.access(p, os.W_OK) for p in USUAL):

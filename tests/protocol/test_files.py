@@ -60,6 +60,7 @@ def test_so_is_every_other_refusal(tmp_path: Path, short_files: None) -> None:
         (FileNotFoundError(errno.ENOENT, "absent", "/no/such"), "absent"),
         (PermissionError(errno.EPERM, "refused"), "refused"),
         (PermissionError(errno.EACCES, "refused", "/etc/shadow"), "refused"),
+        (PermissionError(errno.EACCES, "refused", "dovetail/plot"), "refused"),
         (
             OSError(errno.EROFS, "refused", "/x"),
             "refused; that disk is read-only: choose another place",
@@ -68,7 +69,10 @@ def test_so_is_every_other_refusal(tmp_path: Path, short_files: None) -> None:
         (OSError(errno.EINVAL, "wrong", 7), "wrong"),
     ],
 )
-def test_what_was_not_written_has_no_remedy_of_writing(error: OSError, words: str) -> None:
+def test_what_was_not_written_has_no_remedy_of_writing(
+    error: OSError, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert files.refusal(error, writes=False) == words
 
 
