@@ -145,7 +145,7 @@ def load_own_key(folder: Path, name: str) -> OwnKey:
         )
     if zmq.curve_public(key.secret.encode()).decode() != key.public:
         raise KeysError(
-            f"{path}: the public key is not that of the secret one; make a new pair with "
+            f"{path}: the public key does not belong to the secret one; make a new pair with "
             f"`dovetail keygen --rotate {name}`"
         )
     return key

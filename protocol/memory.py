@@ -168,7 +168,7 @@ def _rooms(root: Path) -> Iterator[Room]:
 
 def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
     """Yield each control group around us with a limit, or memory.high, where the kernel slows it
-    down: its folder, that limit, and the memory in use that is not of cached files."""
+    down: its folder, that limit, and the memory in use that cannot be reclaimed."""
     groups = GroupFolders(root)
     for controller, names, prefix in (
         ("", ("memory.max", "memory.high", "memory.current"), ""),

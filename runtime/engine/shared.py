@@ -38,7 +38,7 @@ class WaitingRequest:
 
 @dataclass(frozen=True)
 class Shared(EngineState):
-    """What also the parts that act on messages share."""
+    """The state for the parts that act on messages."""
 
     moving: Moving
     changes: Changes

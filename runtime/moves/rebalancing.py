@@ -183,7 +183,7 @@ class Rebalancing:
             self._begin(gain)
 
     def step(self, *, changing: bool) -> None:
-        """Take the next step of a move, if due. `changing`: a worker is being replaced first."""
+        """Take the next step of a move, if due. `changing`: a worker is being replaced."""
         if (under := self._under) is None:
             return
         if under.phase == "settling":

@@ -1,7 +1,7 @@
 """Draft sync: which part of the token log a session's draft has, and what must be sent. A draft is
-opened with the beginning of the log, gets the features of that part if it reads its target, and
-gets with each command the tokens committed since the last one. Tokens of rounds without a draft are
-kept for the next command. Pure; features are opaque."""
+opened with the beginning of the log and, if it reads its target, gets the features of that part;
+each command brings the tokens committed since the last one, including those of rounds without a
+draft. Pure; features are opaque."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -763,10 +763,8 @@ def test_what_cannot_be_changed_is_said() -> None:
         scene.end(scene.swap(old, None))
     with pytest.raises(RequestError, match="the worker to remove is no longer registered"):
         scene.end(scene.admin.dismiss(4711))
-    with pytest.raises(
-        RequestError,
-        match="target is not a draft worker: name one that draft-2 can replace",
-    ):
+    wrong = "target is not a draft worker: name one that draft-2 can replace"
+    with pytest.raises(RequestError, match=wrong):
         scene.end(scene.swap(draft, old))
     first = scene.swap(newcomer, old)
     scene.house.run()

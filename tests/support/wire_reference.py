@@ -20,10 +20,10 @@ PAGE = ROOT / "protocol" / "MESSAGES.md"
 INTRODUCTION = """# Messages
 
 Protocol version {version}. Every message is a map with `type`, the name in bold below, `epoch`, and
-the fields of its table. A field that is left out has the value of the column *else*; one without
-such a value must be there. What a map holds beside its fields is refused, and so is a number out of
-range. Tables of settings may be empty maps: every setting has a default. How messages travel, and
-in which order, is in [README.md](README.md).
+the fields of its table. A field that is left out has the value of the column *else*; a field
+without such a value is required. Unknown fields and numbers out of range are refused. Tables of
+settings may be empty maps: every setting has a default. [README.md](README.md) describes how
+messages travel, and in which order.
 
 This page is made from the classes in this folder:
 `PYTHONPATH=tests python tests/support/wire_reference.py`.
