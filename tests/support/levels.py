@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices.base import Capture
-from dovetail.workers.drafters.head_levels import compute_level, open_levels
+from dovetail.workers.drafters.head_levels import Level, compute_level, open_levels
 from dovetail.workers.heads.head import Head
 from dovetail.workers.models.segment import Paths, Segment
 
@@ -25,10 +25,12 @@ def levels_of(head: Head, making: Capture | None) -> Tensor:
         rows = [found.logits[-1:]]
         levels.states[0] = found.states[-1]
         for start, paths, above in ((5, [[5], [6]], [0, 0]), (7, [[5, 7], [6, 8]], [1, 2])):
-            level = levels.level(
+            level = Level(
                 TOKENS[start : start + 2],
                 torch.full((2,), start // 2 + 3),
                 Segment(cache, start, 2, Paths.of(5, paths)),
+                wanted=2,
+                levels=levels,
                 above=np.array(above),
                 into=start - 4,
             )

@@ -22,7 +22,7 @@ from dovetail.workers.calibration.passes import CONTEXT, Computes, Passes
 from dovetail.workers.devices.base import Capture
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.head_levels import Levels, compute_level, open_levels
+from dovetail.workers.drafters.head_levels import Level, Levels, compute_level, open_levels
 from dovetail.workers.drafters.levels import levels_key
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.registry import open_draft_worker
@@ -105,6 +105,6 @@ class _Guesses:
                 tokens, states, positions, segments, true=False, rows=rows
             ).logits
         assert self._levels is not None
-        above = np.zeros(len(tokens), np.int64)
-        level = self._levels.level(tokens, positions, segment, above=above, into=1)
+        above, levels = np.zeros(len(tokens), np.int64), self._levels
+        level = Level(tokens, positions, segment, len(above), levels=levels, above=above, into=1)
         return compute_level(self._head, level).logits

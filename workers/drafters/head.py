@@ -41,6 +41,7 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.devices.base import Capture
 from dovetail.workers.drafters.head_levels import (
+    Level,
     adapts_shapes,
     compute_rows,
     open_levels,
@@ -320,17 +321,19 @@ class HeadDrafter(Grower[HeadSession]):
         first = tree.rows_used
         tree.give_rows(nodes)
         paths = Paths.behind(cache.length, *tree.lineage(nodes))
-        level = session.levels.level(
+        level = Level(
             torch.from_numpy(tree.tokens[nodes].astype(np.int64)),
             torch.from_numpy(len(session.log) - 2 + levels.astype(np.int64)),
             Segment(cache, cache.length + first, len(nodes), paths),
+            len(nodes),
+            levels=session.levels,
             # the root has no row in the tree, and its state comes first
             above=1 + tree.rows_of(parents).astype(np.int64),
             into=1 + first,
             contrast=self._contrast and bool((levels == depth - 2).any()),
             ranking=session.ranking_of(nodes) if session.levels.ranks else None,
         )
-        found: Predicted = yield level
+        found: Predicted = yield session.levels.ask(level)
         session.levels.take(level, found)
         if found.contrast is not None:
             session.contrasts.update(

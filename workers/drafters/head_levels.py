@@ -7,8 +7,8 @@ for every level (CUDA graphs): gathering the parents' states, computing, writing
 states for their children, and ranking the children. If the number of rows follows the draft's
 certainty, so does the graph (HeteroSpec's dynamic computational adaptation, section 4.3)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -39,7 +39,7 @@ from dovetail.workers.models.backends.device.levels import (
     some_at_a_time,
 )
 from dovetail.workers.models.backends.device.rows import PlacedRows
-from dovetail.workers.models.segment import Cache, Segment
+from dovetail.workers.models.segment import Cache
 from dovetail.workers.speculation.growth import Nodes
 
 
@@ -60,6 +60,7 @@ class Level(Rows):
     """N rows of one session that are computed in one pass: a level of its tree, or true rows, which
     have the target's `features` and want the result of the last row alone."""
 
+    kind: Hashable = TREE
     levels: Any  # the `Levels` of its session
     above: Nodes  # [N]: for each row of a tree, the row of `states` that holds its parent's state
     into: int  # the first row of `states` for the new states
@@ -74,27 +75,11 @@ class FreeLevels:
     head: Head
     states: Tensor  # [1 + rows, H]: the state of the root's row, then of each row of the tree
 
-    def level(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        segment: Segment,
-        *,
-        above: Nodes,
-        contrast: bool = False,
-        **how: Any,
-    ) -> Level:
-        """Return a level as part of a pass; the arguments are as in `Level`."""
-        rows = torch.from_numpy(above).to(self.head.device)
-        return Level(
-            *(tokens, positions, segment, tokens.shape[0]),
-            kind=Kind(true=False, contrast=contrast),
-            features=self.states.index_select(0, rows),
-            levels=self,
-            above=above,
-            contrast=contrast,
-            **how,
-        )
+    def ask(self, level: Level) -> Level:
+        """Return a level of the tree as part of a pass, with the states from which it starts."""
+        rows = torch.from_numpy(level.above).to(self.head.device)
+        kind = Kind(true=False, contrast=level.contrast)
+        return replace(level, kind=kind, features=self.states.index_select(0, rows))
 
     def take(self, level: Level, found: Predicted) -> None:
         """Write the states of a level for its children."""
@@ -149,11 +134,9 @@ class FixedLevels:
         states: Tensor = known
         return states
 
-    def level(self, tokens: Tensor, positions: Tensor, segment: Segment, **how: Any) -> Level:
-        """Return a level, or true rows, as part of a pass; the arguments are as in `Level`."""
-        true = "features" in how
-        wanted, kind = (1, TRUE) if true else (tokens.shape[0], TREE)
-        return Level(tokens, positions, segment, wanted, kind=kind, levels=self, **how)
+    def ask(self, level: Level) -> Level:
+        """Return a level of the tree as part of a pass, which reads the states itself."""
+        return level
 
     def take(self, level: Level, found: Predicted) -> None:
         """Do nothing: the pass has written the states."""
@@ -304,7 +287,7 @@ def open_levels(
 
 def compute_level(head: Head, level: Level) -> Predicted:
     """Compute a level of one session alone."""
-    (found,) = compute_rows(head, [level])
+    (found,) = compute_rows(head, [level.levels.ask(level)])
     level.levels.take(level, found)
     return found
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError
-from dovetail.workers.drafters.head_levels import Kind, Levels
+from dovetail.workers.drafters.head_levels import TRUE, Kind, Level, Levels
 from dovetail.workers.drafters.passes import Rows
 from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
 from dovetail.workers.models.segment import Paths, Segment
@@ -73,10 +73,13 @@ class HeadSession(GrowingSession):
         if not (predicted and count <= MOST_TRUE and self.levels.ranks):
             segment, kind = Segment(cache, cache.length, count), Kind(true=True, contrast=contrast)
             return Rows(tokens, positions, segment, int(predicted), kind=kind, features=features)
-        return self.levels.level(
+        return Level(
             tokens,
             positions,
             Segment(cache, cache.length, count, Paths.growing(cache.length, count)),
+            wanted=1,
+            kind=TRUE,
+            levels=self.levels,
             above=THE_ROOT,
             into=0,
             contrast=contrast,
