@@ -308,7 +308,8 @@ class DecoderLayer:
     def run(self, rows: LayerPass, hidden: Tensor, given: Tensor | None = None) -> None:
         """Run the rows' hidden states, float32 [rows, hidden], through this layer in place. `given`
         [rows, plan.given]: what attention reads instead of the states."""
-        if given is not None:  # attention alone, part by part
+        if self.plan.given:  # attention alone, part by part
+            assert given is not None
             assert self.plan.qkv is not None
             assert self.plan.output is not None
             qkv = self.plan.qkv.linear(given)
