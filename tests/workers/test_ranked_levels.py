@@ -16,6 +16,7 @@ from dovetail.workers.models.backends.device.levels import (
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.speculation.growth import likeliest
+from dovetail.workers.speculation.sampling import tempered
 
 CPU = torch.device("cpu")
 
@@ -54,9 +55,7 @@ def test_children_are_those_that_the_host_finds_by_the_same_logits(noisy: bool) 
     inputs.rank(logits.flip(1), shape)  # what comes later changes nothing of what was fetched
     inputs.ask([segment], {"positions": np.arange(3)}, [(slice(first, 3), ranking)])
     tokens, gains = fetched.take()
-    temperature = 0.7 if noisy else 0.0
-    expected = likeliest(
-        logits[1:3], 5, temperature=temperature, noise=ranking.noise, sharpening=0.5
-    )
+    z = tempered(logits[1:3], 0.7) if noisy else logits[1:3]
+    expected = likeliest(z, 5, noise=ranking.noise, sharpening=0.5)
     assert tokens[:, :5].tolist() == expected[0].tolist()
     np.testing.assert_allclose(gains[:, :5], expected[1], rtol=1e-5)

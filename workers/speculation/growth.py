@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.tree import ROOT, TokenTree
-from dovetail.workers.speculation.sampling import tempered
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -350,15 +349,13 @@ def likeliest(
     logits: Tensor,
     width: int,
     *,
-    temperature: float = 0.0,
     noise: Sequence[Tensor] | None = None,
     sharpening: float | Tensor = 1.0,
 ) -> tuple[Ints, Floats]:
-    """Return the `width` largest ids [N, K] of z = (logits [N, V] / temperature + noise, a row [V]
-    for each) / sharpening (of all rows, or [N, 1]), and log_softmax(z) at them, best first. A
-    temperature of 0 leaves the logits unchanged. One transfer from the device."""
-    z = tempered(logits.float(), temperature) if temperature > 0.0 else logits.float()
-    z = z if noise is None else z + torch.stack(list(noise))
+    """Return the `width` largest ids [N, K] of z = (logits [N, V] + noise, a row [V] for each) /
+    sharpening (of all rows, or [N, 1]), and log_softmax(z) at them, best first. One transfer from
+    the device."""
+    z = logits.float() if noise is None else logits.float() + torch.stack(list(noise))
     z = z / sharpening
     values, ids = z.topk(min(width, z.shape[1]))
     gains = values - z.logsumexp(-1, keepdim=True)
