@@ -49,6 +49,7 @@ from dovetail.workers.calibration.passes import (
     Passes,
 )
 from dovetail.workers.devices.opening import open_device
+from dovetail.workers.kernels.probe import seconds_of
 from dovetail.workers.models.backends.linear import profile_key
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.sizes import Matrices, sizes_of
@@ -57,6 +58,7 @@ from dovetail.workers.models.checkpoints.gguf.view import FILE, weight_paths
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model, random_language_model
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
+from dovetail.workers.models.wanted import Stager
 from dovetail.workers.progress import LoadingTold, hearing_loads
 from dovetail.workers.serving.design import Design, calibration_key, read_design
 from dovetail.workers.serving.sharded import settle_target
@@ -201,17 +203,7 @@ def open_subject(
             f"into the {memory_bytes / 2**30:.1f} GiB of free memory"
         )
     if blocks or (fits and weight_paths(design.folder)):
-        model = load_language_model(
-            settings.model,
-            weights=settings.weights,
-            device="cpu",
-            backend=settings.backend,
-            profile=profile,
-            cache=settings.cache,
-            context=settings.longest,
-            activations=settings.activations,
-        )
-        return Subject(model, design, design, random=False)
+        return Subject(_load(settings, profile=profile), design, design, random=False)
     one, two = (read_design(settings, count).weights for count in (1, 2))
     fitting = int((room - one) // (two - one)) + 1
     if fitting < 1:
@@ -230,6 +222,22 @@ def open_subject(
         context=settings.longest,
     )
     return Subject(model, part, design, random=True)
+
+
+def _load(
+    settings: TargetSettings, *, profile: Path | None = None, stage: Stager | None = None
+) -> LanguageModel:
+    return load_language_model(
+        settings.model,
+        weights=settings.weights,
+        device="cpu",
+        backend=settings.backend,
+        profile=profile,
+        stage=stage,
+        cache=settings.cache,
+        activations=settings.activations,
+        context=settings.longest,
+    )
 
 
 def back_ends(subject: Subject, profile: Path | None) -> dict[str, Any]:
@@ -365,15 +373,7 @@ def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -
     def stage(config: Mapping[str, Any], weights: str, _: Matrices) -> Staging:
         return Staging((Place.CPU,) * sizes_of(config, weights).layers, reader=device.transfer())
 
-    model = load_language_model(
-        settings.model,
-        weights=settings.weights,
-        device="cpu",
-        backend=settings.backend,
-        stage=stage,
-        cache=settings.cache,
-        context=settings.longest,
-    )
+    model = _load(settings, stage=stage)
     local: dict[int, float] = {}
     streamed: dict[int, float] = {}
     for rows in (rows for rows in LADDER if rows <= model.context):
@@ -393,12 +393,7 @@ def _seconds(
 ) -> float:
     tokens = torch.arange(rows) % model.vocabulary_size
     read(model, tokens)
-    taken = []
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        read(model, tokens)
-        taken.append(time.perf_counter() - start)
-    return median(taken)
+    return median(seconds_of(partial(read, model, tokens)) for _ in range(TIMES))
 
 
 def _read_apart(model: LanguageModel, tokens: torch.Tensor) -> None:
