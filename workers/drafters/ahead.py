@@ -77,9 +77,8 @@ class GrowthAhead:
             if grown.reading.error is None and grown.reading.rows:
                 waiting.passes.append((grown.reading.rows, duration_ns))
         for error in filter(None, (reading.error for reading in readings)):
-            if not is_out_of_memory(
-                error
-            ):  # a command may still have room, and reports an error if not
+            # a command may still have room, and reports an error if not
+            if not is_out_of_memory(error):
                 raise error
         return [grown.place for grown in growing]
 

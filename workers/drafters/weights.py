@@ -47,7 +47,7 @@ MARGIN = 1.1  # a type replaces a preferred one that takes this many times as lo
 TOLERANCE = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-5}
 """The largest error of a product as a share of the largest result: a few roundings of the inputs,
 which have 11, 8 and 24 bits."""
-COUNTED_SHAPE = (64, 128)  # [out, in] of the timed matrices
+COUNTED_SHAPE = (64, 128)  # [out, in] where time is counted instead of measured
 OVERFLOWS = "the model's numbers overflow it"
 TOKENS = 64  # tokens of the trial of a model in fp16
 _KNOWN: dict[tuple[str, ...], TypeTimes] = {}  # this process's times by key
