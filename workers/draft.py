@@ -39,7 +39,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.protocol.vocabulary import TokenTable
-from dovetail.workers.drafters.engine import Engine, SessionT
+from dovetail.workers.drafters.engine import Engine, Keeper, SessionT
 from dovetail.workers.serving.failures import as_request_error, failed
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.rounds import check_chunk, check_round, find_session
@@ -91,6 +91,7 @@ class DraftWorker(Generic[SessionT]):
     ) -> None:
         """`spans` and `clock`: those of the engine."""
         self.engine, self.spans, self._identity, self._clock = engine, spans, identity, clock
+        self._keeper = engine if identity.kept_tokens and isinstance(engine, Keeper) else None
         self._held: dict[int, _Held[SessionT]] = {}
         self.kept: KeptSessions[Left] = KeptSessions(identity.kept_tokens, identity.kept_beside)
         self._to_learn = False
@@ -125,7 +126,7 @@ class DraftWorker(Generic[SessionT]):
                 kept=its.kept_tokens,
                 prompt_rows=engine.prompt_rows,
                 together=its.together,
-                shares=bool(its.kept_tokens) and engine.keeps and engine.shares,
+                shares=self._keeper is not None and self._keeper.shares,
             ),
             vocabulary=its.vocabulary,
             table=None if its.table is None else Array.of(its.table.packed),
@@ -190,8 +191,9 @@ class DraftWorker(Generic[SessionT]):
 
     def suspend(self) -> KeptSessions[Left]:
         held, self._held = self._held, {}
-        for number, one in held.items() if self.engine.keeps else ():
-            self.kept.hold(number, self.engine.keep(one.session))
+        for number, one in held.items():
+            if self._keeper is not None:
+                self.kept.hold(number, self._keeper.keep(one.session))
         return self.kept
 
     def _grow_ahead(self) -> Sequence[int]:
@@ -226,7 +228,7 @@ class DraftWorker(Generic[SessionT]):
     def _open_base(self, number: int | None) -> Left | None:
         """Return the log and rows of an open session."""
         held = self._held.get(number or 0)
-        return None if held is None or not self.engine.keeps else self.engine.left(held.session)
+        return None if held is None or self._keeper is None else self._keeper.left(held.session)
 
     def _opened(self, about: Open | ReadItem, session: SessionT) -> Opened | Reading:
         """Return Opened if the whole prompt has been prefilled, else Reading."""
@@ -256,8 +258,8 @@ class DraftWorker(Generic[SessionT]):
         held = self._held.pop(number, None)
         if not keep:
             self.kept.drop(number)
-        elif held and self.engine.keeps and self.kept.takes(len(held.session.log)):
-            self.kept.add(number, self.engine.keep(held.session))
+        elif held and self._keeper and self.kept.takes(len(held.session.log)):
+            self.kept.add(number, self._keeper.keep(held.session))
 
     def _feed(self, command: Feed) -> Fed:
         held = find_session(self._held, command.session)

@@ -31,7 +31,6 @@ class Engine(ABC, Generic[SessionT]):
     prompt_rows: int = 0
     """Rows of a chunk of a prompt while no other session waits: `open` reads the first `Open.read`
     rows only. 0: it reads prompts whole."""
-    keeps: bool = False  # True if it can keep the rows of a session for others
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise `RequestError` if the engine cannot read one of `tokens`."""
@@ -84,16 +83,20 @@ class Engine(ABC, Generic[SessionT]):
         """Return the numbers of prefilled and of missing rows of the log."""
         return 0, 0
 
+
+class Keeper(Engine[SessionT]):
+    """An engine that can keep the rows of a session for others."""
+
+    @abstractmethod
     def keep(self, session: SessionT) -> Left:
         """Return the rows of a session that has ended, for another one to start from. The session
         must not be used any more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def left(self, session: SessionT) -> Left:
         """Return the log and rows of an open session."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def shares(self) -> bool:
         """Whether sessions may start from rows of others that are still open."""
-        return False

@@ -40,6 +40,7 @@ from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.devices.base import Capture
+from dovetail.workers.drafters.engine import Keeper
 from dovetail.workers.drafters.head_levels import (
     Level,
     adapts_shapes,
@@ -78,11 +79,10 @@ FORETOLD = -2
 computed, in growth ahead."""
 
 
-class HeadDrafter(Grower[HeadSession]):
+class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
     """The engine of a draft head; makes one pass at a time."""
 
     reads: Reads
-    keeps = True
     kept = 0
     """Keep no more children than an order requests: growth ahead continues from the head's own
     guesses, and children of unlikely tokens are nearly worthless. Simulated with the embedded

@@ -17,6 +17,7 @@ from torch import Tensor
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.spans import Spans
+from dovetail.workers.drafters.engine import Keeper
 from dovetail.workers.drafters.passes import EMPTY, Rows, read_alone, wanted_rows
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
@@ -69,10 +70,10 @@ class DraftLeft(Left):
         return len(self.log)
 
 
-class Drafter(Grower[DraftSession]):
+class Drafter(Grower[DraftSession], Keeper[DraftSession]):
     """The engine of a small model; makes one pass at a time."""
 
-    prompt_rows, keeps = CHUNK, True
+    prompt_rows = CHUNK
 
     def __init__(
         self,

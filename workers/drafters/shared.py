@@ -84,7 +84,7 @@ class SharedSession(DraftSession):
 class SharedDrafter(Drafter):
     """Drafts over the target's rows."""
 
-    prompt_rows, keeps = 0, False
+    prompt_rows = 0
     borrow: Borrow
 
     def rows_beside(self, sampling: Sampling, tree: TreeSettings) -> int:
