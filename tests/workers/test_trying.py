@@ -34,9 +34,9 @@ def test_a_trial_measures_and_one_that_crashes_is_named(monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     ours, torchs = json.loads(tried("pretended", "int8", "support.trials"))
     assert len(ours) == len(torchs) == len(TIMED_ROWS)
-    crashed = tried("pretended", "bf16", "support.trials")
-    assert isinstance(crashed, str)
-    assert crashed.startswith("its trial ended with code -6: ")
+    failed, crashed = (tried("pretended", name, "support.trials") for name in ("fp16", "bf16"))
+    assert failed == "its trial ended: an illegal access"
+    assert str(crashed).startswith("its trial ended with code -6: ")
 
 
 @needs_kernels

@@ -131,7 +131,7 @@ class Products:
             if wrong := contest.against(program, self.device):
                 return False, f"dovetail's own is not proved here: {wrong}"
         except RuntimeError as error:  # an error of torch or the driver: torch's products are used
-            return False, f"dovetail's own cannot be proved here: {_line(error)}"
+            return False, f"dovetail's own cannot be proved here: {first_line(error)}"
         return True, said
 
     def _faster(self, program: Program, contest: Contest) -> tuple[bool, str]:
@@ -188,7 +188,7 @@ def measured(
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        return ours, _line(error)
+        return ours, first_line(error)
     return ours, torchs
 
 
@@ -224,7 +224,7 @@ def said_in_ms(seconds: Sequence[float]) -> str:
     return ", ".join(f"{1e3 * one:.3g}" for one in seconds)
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 

@@ -29,8 +29,8 @@ def tried(device: str, name: str, module: str = MODULE, limit_s: float = LIMIT_S
                 return f"its trial did not end within {limit_s:.0f} s"
         finally:
             child.kill()  # has no effect once it has ended
-    lines = errors.decode(errors="replace").strip().splitlines()
-    said = lines[-1] if lines else "it wrote nothing to stderr"
-    if child.returncode == REFUSED:
-        return said
-    return f"its trial ended with code {child.returncode}: {said}" if child.returncode else answer
+    if answer and child.returncode == REFUSED:
+        return answer.decode()
+    lines = errors.decode(errors="replace").strip().splitlines() or ["it wrote nothing to stderr"]
+    code = child.returncode
+    return f"its trial ended with code {code}: {lines[-1]}" if code else answer
