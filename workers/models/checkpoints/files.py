@@ -45,6 +45,7 @@ def check_home(folder: Path) -> None:
 
 def write_kept(path: Path, content: bytes, most: int) -> None:
     """Write a file of a cache atomically, and keep the `most` newest of its folder; `OSError`."""
+    check_home(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
