@@ -9,7 +9,7 @@ import torch
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS, cache_of
-from dovetail.workers.kernels import Kind
+from dovetail.workers.kernels import BUILD, Kind
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.sizes import Matrices
 from dovetail.workers.models.backends.staged import Staging
@@ -150,12 +150,14 @@ class Wanted:
     def refuse_library(self, source: str, why_not: str) -> None:
         """`CheckpointError` if settings insist on the kernels or their weights; `why_not`: none
         here."""
+        use = "or use" if BUILD in why_not else "use"
         if self.backend == "kernels":
             other = "backend library and weights fp32" if self.rounded else "backend library"
-            raise CheckpointError(f"{source}: {why_not}; or use {other}")
+            raise CheckpointError(f"{source}: {why_not}; {use} {other}")
         if self.rounded:
             what, others = f"{self.asked} weights", "fp32"
             if self.weights == "bf16":
                 what, others = "half weights of a BF16 checkpoint", "fp32 or bf16"
+            use = "leave target.backend out, or use" if self.backend == "library" else use
             need = f"{what} need the C++ kernels, and {why_not}"
-            raise CheckpointError(f"{source}: {need}; or use weights {others}")
+            raise CheckpointError(f"{source}: {need}; {use} weights {others}")
