@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.files import MODEL_FILES, shown
+from dovetail.workers.models.checkpoints.files import MODEL_FILES, damaged, shown
 from dovetail.workers.models.checkpoints.quantised.schemes import refuse_scheme
 
 REMEDY = "use a model of another architecture, such as Llama, Qwen3, Mistral, Gemma 2 or Phi-3"
@@ -126,8 +126,8 @@ def refuse_unknown(content: Mapping[str, Any], file: Path, *, known: bool, versi
         )
         code = f"needs its own program code (auto_map names {shown(named)}), which is never run"
         raise undecodable(file, kind, code)
-    newer = "if that is newer, upgrade transformers"
-    raise undecodable(file, kind, f"is not known to transformers {version}; {newer}")
+    newer = "upgrade that if the model is newer"
+    raise undecodable(file, kind, f"is not known to transformers {version} ({newer})")
 
 
 def composite(kind: str, part: str, file: Path) -> CheckpointError:
@@ -162,7 +162,7 @@ def refuse_config(config: Any, model_class: Any, file: Path) -> None:
         raise refused("has an encoder (is_encoder_decoder)")
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "model_type"):
-        raise refused(f"has a part whose configuration is {shown(text)}")
+        raise damaged(f"{file}: the configuration of a part is {shown(text)}")
     _refuse_layers(text, model_class, file)
     if text is not config:
         raise composite(config.model_type, text.model_type, file)

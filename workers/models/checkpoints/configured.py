@@ -46,7 +46,7 @@ def configured(checkpoint: Checkpoint) -> Any:
     layers = config.num_hidden_layers
     if layers > len(checkpoint.tensors):  # and as many empty layers are not built first
         found = len(checkpoint.tensors)
-        raise damaged(f"{checkpoint.folder} has {found} tensors for the layers of its config.json")
+        raise damaged(f"{checkpoint.folder} has {found} tensors for {layers} layers in config.json")
     model = built(config, file)
     refuse_misshapen(model, checkpoint)
     return with_buffers(model)

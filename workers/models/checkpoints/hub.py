@@ -161,7 +161,7 @@ def _download(source: str, files: Sequence[str]) -> Path:
         raise _refused(source, error) from None
     except Exception as error:  # the network, the disk, the cache
         text = f"{source} could not be fetched from the Hugging Face hub ({reason(error)})"
-        raise CheckpointError(f"{text}; run `{hosted.command()}`, which continues") from None
+        raise CheckpointError(f"{text}; run `{hosted.command()}` to continue") from None
     return view.view_of(folder / hosted.file) if hosted.file else folder
 
 

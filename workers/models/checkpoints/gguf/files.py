@@ -255,7 +255,7 @@ def read_model(file: Path, *, texts: bool = True) -> Model:
     names = [place.name for head in heads for place in head.tensors]
     counted = heads[0].facts.get("split.tensors.count", len(names))
     if len(set(names)) != len(names) or (len(heads) > 1 and counted != len(names)):
-        text = f"its parts have {len(set(names))} tensors, and not {str(counted)[:50]}"
+        text = f"it has {len(names)} tensors, {len(set(names))} names, and not {str(counted)[:50]}"
         raise CheckpointError(f"{file}: {text}; {AGAIN}")
     return Model(heads)
 
