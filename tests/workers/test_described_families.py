@@ -40,7 +40,7 @@ NEW = (
     *("deepseek_v2", "deepseek_v3"),
 )
 """Families that between them take every branch of a description."""
-FOUND = r"layer \d+ .*(differ|described|sees others|reads (keys )?other|chooses other experts)"
+FOUND = r"layer \d+ .*(differ|described|mask of position|reads (keys )?other|chooses other experts)"
 NEW_IN_ALL_WEIGHTS = [
     pytest.param(kind, weights, marks=[] if weights == "fp32" else pytest.mark.slow)
     for kind in NEW

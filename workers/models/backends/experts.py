@@ -280,8 +280,8 @@ class ExpertProof(nn.Module):
         shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         wrong = ~(shares <= TOLERANCE) & (choice.margins > TIE)
         if bool(wrong.any()):
-            count = f"{int(wrong.sum())} of {len(wrong)} rows"
-            raise UnsupportedError(f"{self._what} chooses other experts, or shares, in {count}")
+            where = f"than transformers in {int(wrong.sum())} of {len(wrong)} rows"
+            raise UnsupportedError(f"{self._what} chooses other experts or shares {where}")
         settled = choice.margins > (TIE if exact else ROUNDED_TIE)
         if float(settled.float().mean()) < LEAST_SETTLED:
             raise UnsupportedError(f"{self._what} has a router whose choices are nearly ties")

@@ -200,7 +200,7 @@ def prove_cache(exact: Tensor, found: Tensor, kind: IntEnum) -> None:
     middle = float(moved.median())
     log.info("keys and values in 16 bits change the logits by a relative %.1e", middle)
     if middle > (CACHE_TOLERANCE if kind in EXACT else ROUNDED_CACHE_TOLERANCE):
-        text = f"keys and values in 16 bits move the logits by {middle:.1e} of them"
+        text = f"keys and values in 16 bits move the logits by a relative {middle:.1e}"
         raise CheckpointError(f"{text}: use target.cache fp32")
 
 
@@ -327,7 +327,7 @@ class LayerProof:
         if self._experts is not None and plan.experts is not None:
             settled = self._experts.settled(plan.experts.router, exact=exact)
         shares: dict[str, Any] = {"states": states, "compared": settled}
-        by_row = f"{self._what} differs, row by row,"
+        by_row = f"{self._what} in transformers, row by row, differs"
         oracle.compare(UnprovableError, by_row, expected, alone, tolerance, **shares)
         own = f"{self._what} differs"
         oracle.compare(UnsupportedError, own, expected, found, tolerance, **shares)

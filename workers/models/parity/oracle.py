@@ -322,9 +322,9 @@ class Oracle:
                 wrong = run.first + int(
                     (seen != expected).flatten(0, -3).any(0).any(-1).nonzero()[0]
                 )
-                told = "all before it" if window is None else f"the last {window}"
+                which = "without a window" if window is None else f"with a window of {window}"
                 layer = f"layer {index} ({type(self._layers[index]).__name__})"
-                text = f"position {wrong} sees others than {told}, as its attention is told"
+                text = f"the mask of position {wrong} is not that of attention {which}"
                 raise UnprovableError(f"{layer}: {text}, which is not supported")
         self._checked.add(key)
 
@@ -385,7 +385,7 @@ class Oracle:
                 return results[0]
             if len(results) == 2 and not counts:
                 text = f"layer {index} ({type(layer).__name__}) counts the rows of transformers'"
-                raise UnprovableError(f"{text} cache, where positions are given")
+                raise UnprovableError(f"{text} cache, although positions are given")
         return results[-1]
 
     def arranged(self, index: int, cache: Any) -> Call:
@@ -447,7 +447,7 @@ class Oracle:
         found (or [dense + count, n], of our own pass) differ by more than `tolerance` of expected
         rows, or of what a layer adds to `states`; `compared`, bool [count]: of these rows. NaN is
         far."""
-        measure, of = expected.norm(dim=-1), "of them"
+        measure, of = expected.norm(dim=-1), "(relative)"
         if states is not None:
             measure, of = (expected - states).norm(dim=-1), "of what it adds"
             measure = measure + LEAST_ADDED * states.norm(dim=-1)
