@@ -79,7 +79,7 @@ def test_rows_are_written_and_viewed_without_a_copy() -> None:
 
 @pytest.mark.parametrize("start", [1, 11])
 def test_committed_rows_and_the_end_cannot_be_overwritten(start: int) -> None:
-    with pytest.raises(ValueError, match="the writable slots"):
+    with pytest.raises(ValueError, match="are not within"):
         filled(2).write(0, torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), start)
 
 

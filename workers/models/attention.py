@@ -1,6 +1,6 @@
 """Attention over cache slots by torch, registered with transformers as "dovetail", for rows of
 several sessions side by side. transformers builds no mask for an implementation without one in its
-AttentionMaskInterface. Preparing a pass costs work only for its rows and paths."""
+AttentionMaskInterface."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -205,7 +205,8 @@ def attend(
     if attention_mask is not None:
         raise ValueError("attention with its own mask is not supported")
     if dropout or is_causal is False:
-        raise ValueError(f"attention with dropout or is_causal = {is_causal} is not supported")
+        what = "dropout" if dropout else "is_causal = false"
+        raise ValueError(f"attention with {what} is not supported")
     beat()
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

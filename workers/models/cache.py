@@ -66,7 +66,7 @@ class SlotCache(ABC):
     def keep(self, slots: Sequence[int], committed: int) -> None:
         free = range(self.length, self.capacity)
         if any(slot not in free for slot in slots) or not 0 <= committed <= len(slots):
-            raise ValueError(f"cannot commit {committed} of slots {list(slots)}")
+            raise ValueError(f"cannot commit {committed} of slots {list(slots)}: free are {free}")
         moves = (i for i, slot in enumerate(slots) if slot != self.length + i)
         in_place = next(moves, len(slots))
         first, moved = self.length + in_place, slots[in_place:]
@@ -153,9 +153,7 @@ class KVCache(SlotCache):
         stop = start + key.shape[1]
         if not self.length <= start <= stop <= self.capacity:
             most = self.capacity - 1
-            raise ValueError(
-                f"{start}..{stop - 1} are not of {self.length}..{most}, the writable slots"
-            )
+            raise ValueError(f"slots {start}..{stop - 1} are not within {self.length}..{most}")
         for own, given in zip(self.of_layer(layer), (key, value), strict=False):
             own[:, start:stop] = rounded(given, own.dtype).to(own.device)
 

@@ -184,9 +184,9 @@ def _on_cpu(
             )
         except StumbledError as error:
             if wanted.stage is not None and isinstance(error.__cause__, NotImplementedError):
-                other = "use target.weights half or fp32, or leave the device out"
+                use = "use target.weights half or fp32, or leave target.split and target.device out"
                 what = f"torch has no product of {wanted.weights} weights on that device"
-                raise checkpoint.refusal(f"{what} ({error.stumble}); {other}") from error
+                raise checkpoint.refusal(f"{what} ({error.stumble}); {use}") from error
             why_not = f"the C++ kernels cannot compute model type {kind}: {error.stumble}"
     if wanted.stage is None:
         refuse_without_kernels(model_type(checkpoint), checkpoint.source, why_not)

@@ -109,7 +109,7 @@ class DeviceSubstitute(Captured, CodedLayers):
     ) -> None:
         """`capture`: captures levels; None: all passes are computed operation by operation."""
         if not target.in_one_stage or not isinstance(target.engine, TorchEngine):
-            raise SettingsError("draft.share = true: set target.device, without target.split")
+            raise SettingsError("draft.share = true needs target.device, without target.split")
         if not target.direct:
             text = "this model is more than embedding, layers, norm and head"
             raise SettingsError(f"{text}: set draft.share to false")
@@ -258,7 +258,7 @@ def share(substitute: LanguageModel, target: LanguageModel) -> int:
             f"and {why}: set draft.share to false"
         )
     if isinstance(whole, Staged) and not whole.in_one_stage:
-        raise SettingsError("draft.share = true: leave target.split.layers out, or draft.share")
+        raise SettingsError("draft.share = true excludes target.split.layers: leave one out")
     shared = own.share(whole)
     release_memory()
     return shared
@@ -368,7 +368,7 @@ def _assemble(
         )
     except torch.OutOfMemoryError as error:
         what = f"its substitute as {weights} needs more memory of {device.name} while it is loaded"
-        raise checkpoint.refusal(f"{what}: {_remedy(weights)}") from error
+        raise checkpoint.refusal(f"{what} than is free: {_remedy(weights)}") from error
 
 
 def _against_device(model: Any, weights: str, device: Device) -> str:
