@@ -207,9 +207,8 @@ class Pricing:
 
 
 def least_probability(rate: float, seconds: Callable[[int], float], rows: int, most: int) -> float:
-    """Return the minimum probability of a node worth a row in a pass of about this many rows, at
-    most `most`: the lowest price of a row from there on. `seconds(M)`: of a pass, up to most +
-    1."""
+    """Return the minimum probability of a node worth a row in a pass of about this many rows: the
+    lowest price of a further row, up to `most`. `seconds(M)`: of a pass over M <= most + 1 rows."""
     ends = [end for step in STEPS if (end := rows + step) <= most] or [max(rows + 1, most)]
     price = min((seconds(end) - seconds(rows)) / (end - rows) for end in ends)
     return min(MOST_FLOOR, max(0.0, rate * price))

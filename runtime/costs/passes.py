@@ -27,7 +27,7 @@ from dovetail.protocol.messages import MAX_NODES, MAX_SESSIONS
 VARIETIES = 8  # the last passes, from which the variety of rows is estimated
 FULL = 0.95  # share of experts above which a pass is little evidence of variety
 SLOPES = 128  # last slopes from which the cost of an expert is estimated
-PRIOR = 2.0  # weight of the known cost: that of a slope between passes as many rows' experts apart
+PRIOR = 2.0  # weight of the known cost, as of a slope between passes 2 rows' experts apart
 
 
 class ExpertsOfPasses:

@@ -49,8 +49,7 @@ class Lags:
             self._last.append((tokens, seconds))
 
     def expect(self, tokens: int) -> float | None:
-        """Return seconds for this many, scaled from the nearest recorded number; None if
-        unknown."""
+        """Return seconds for this many, scaled from the nearest known number; None if unknown."""
         if not self._last:
             return None
         length, seconds = min(

@@ -1,8 +1,7 @@
 """Claims: a client resubmits the request of a reply in the journal and gets the missing part. An
 ended reply is sent; a running one continues with the new client; any other is decoded after its
 last token, on a target with the same fingerprint, as soon as there is one. Tokens that a client has
-and the journal lacks are decoded again, but not sent twice: with the same seed they are the
-same."""
+and the journal lacks are decoded again, but not sent twice: equal seeds give equal tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

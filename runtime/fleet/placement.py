@@ -36,8 +36,7 @@ def are_alike(targets: Sequence[Worker]) -> bool:
 
 
 def next_of(targets: Sequence[Worker], context: int) -> Worker:
-    """Return the target whose rounds with one more session are shortest; unmeasured ones win
-    ties."""
+    """Return the target with the shortest rounds for one more session; unmeasured ones win ties."""
     known = [target for target in targets if target.verifying.known]
     if not known:
         return min(targets, key=lambda target: target.sessions)

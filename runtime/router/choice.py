@@ -169,8 +169,7 @@ def wanted(body: Any, key: bytes) -> Wanted:
 
 
 def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replica | None:
-    """Choose the replica predicted to finish first, and count the request there; None without
-    one."""
+    """Return the replica predicted to finish first, and count the request there; None: none."""
     there = [replica for replica in replicas if replica.ready and not replica.draining]
     if not there:
         return None
@@ -213,7 +212,7 @@ def _predicted(replica: Replica, request: Wanted, now_s: float) -> Predicted:
 
 
 def agree_on_rates(replicas: Sequence[Replica], now_s: float = 0.0) -> None:
-    """Set rates: the mean of similar replicas, that of all for those without recent reports."""
+    """Set each rate to the mean of similar replicas; without a recent report, of all of them."""
     told = sorted(
         (
             (rate, one)

@@ -168,8 +168,8 @@ class Spelling:
         return self.table.spelling(index) or ""
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound on the tokens of a text: half of its length divided by that of the
-        longest token, since a normalizer may drop characters."""
+        """Return a lower bound on the tokens of a text: its length over twice that of the longest
+        token, since a normalizer may drop characters."""
         return len(text) // (2 * self.table.longest)
 
     def detokenizer(self, prompt: Sequence[int] = (), *, special: bool = False) -> "Detokenizer":
