@@ -143,11 +143,11 @@ class Child:
 
     def peak_rss_bytes(self) -> int:
         """Return its peak memory by the kernel's count; 0 once it has ended."""
-        return status_bytes(self.pid, "VmHWM:")
+        return 0 if self.ended else status_bytes(self.pid, "VmHWM:")
 
     def rss_bytes(self) -> int:
         """Return its memory by the kernel's count; 0 once it has ended."""
-        return status_bytes(self.pid, "VmRSS:")
+        return 0 if self.ended else status_bytes(self.pid, "VmRSS:")
 
     def cpu_s(self) -> float:
         """Return the CPU time that it has used in seconds; 0 once it has ended."""
