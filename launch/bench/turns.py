@@ -263,10 +263,8 @@ def _compare_heading(there: Any, here: Any, name: str = "") -> None:
 
 
 def _other_run(name: str, there: object, here: object) -> UserError:
-    told = f"was {there!r} and is {here!r}"
-    told = (
-        "is not in this run" if here is None else "was not in that run" if there is None else told
-    )
+    told = "was not in that run" if there is None else f"was {there!r} and is {here!r}"
+    told = "is not in this run" if here is None else told
     remedy = "choose another --out, or repeat the same command"
     return UserError(f"--out is the file of another run: {name} {told}; {remedy}")
 

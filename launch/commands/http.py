@@ -133,8 +133,8 @@ def command(
                 if why := await gateway.first():
                     raise LinkClosed(why)
                 gc.freeze()
-                told = {"hurry": service.end, "ready": ready, "progress": progress}
-                await serve(open_app(service), listener, connections, **told)
+                app, end = open_app(service), service.end
+                await serve(app, listener, connections, hurry=end, ready=ready, progress=progress)
             finally:
                 connecting.cancel()
                 await asyncio.wait([connecting])

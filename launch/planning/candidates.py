@@ -119,14 +119,11 @@ class Reader:
         """Return all candidates: the named ones, by default the present drafts and those that the
         target could have; `UserError` for a wrong name."""
         self._asked = bool(names)
-        names = names or (
-            ("small", "eagle", "dovetail", "substitute", LOOKUP)
-            if self._embedded
-            else (*there, LOOKUP, "dovetail", "substitute")
-            if not self._uncoded
-            else (*there, LOOKUP, "dovetail")
-        )
-        found = [candidate for name in dict.fromkeys(names) for candidate in self._read(name)]
+        usual = [*there, LOOKUP, "dovetail", *([] if self._uncoded else ["substitute"])]
+        if self._embedded:
+            usual = ["small", "eagle", "dovetail", "substitute", LOOKUP]
+        wanted = dict.fromkeys(names or usual)
+        found = [candidate for name in wanted for candidate in self._read(name)]
         if unused := [
             one
             for one in self._recorded

@@ -203,7 +203,7 @@ class DescribedMachine(Frozen):
             link=source,
             device_bytes=vram,
             host_bytes=ram,
-            messages=Messages(self.link.hop_us * MICRO, self.link.coordinator_us * MICRO),
+            messages=self.link.messages,
             messages_from=Origin(source, estimated=True),
             level_s=0.0,
             proposal_s=0.0,

@@ -19,17 +19,15 @@ LOOK_S = 0.02  # interval at which the children of a lost supervisor are polled
 def main() -> None:
     """Read lines `child PID` and `folder PATH` from stdin until it is closed; then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a signal to the whole group is for the others: this process ends with its supervisor
+        # a signal to the whole group is for the others: this process ends with its supervisor
+        signal.signal(number, signal.SIG_IGN)
     if APART in sys.argv and (apart := os.fork()):
         os.waitpid(apart, 0)
         return
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_NAME, b"dovetail:warden", 0, 0, 0)
-    prctl(
-        PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0
-    )  # it may be stopped (SIGSTOP) when its supervisor ends
+    # it may be stopped (SIGSTOP) when its supervisor ends
+    prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     children: dict[int, int] = {}
     folders: list[str] = []
     for line in sys.stdin.buffer:

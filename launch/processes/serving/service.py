@@ -201,9 +201,8 @@ class Service:
     def run_until_ready(self, say: Callable[[str], None]) -> None:
         """Start everything else, and wait; the error of the first process that ends is raised.
         `say` is called with the missing parts."""
-        told = (
-            sys.stderr.isatty()
-        )  # `say` shows it; otherwise it is logged when only models are missing
+        # a terminal shows what `say` gets; otherwise it is logged when only models are missing
+        told = sys.stderr.isatty()
         while not self._watch.serving:
             self.step()
             if HTTP in self._begun:  # a spinner is a thread

@@ -291,9 +291,8 @@ class Watch:
                 self._lose(name, f"the {self._root} has lost it", now_s)
                 actions.append(Tell(f"the {self._root} has lost the {name}"))
         for name, state in self._states.items():
-            if not state.running and self.needs(
-                name
-            ):  # it may not have been lost when its pause began
+            # it may not have been needed when its pause began
+            if not state.running and self.needs(name):
                 state.due_s = min(state.due_s, now_s + LONGEST_PAUSE_S)
         return [*actions, *self._fill(filled, now_s)]
 
