@@ -115,10 +115,10 @@ class LazyGroup(click.Group):
             from dovetail.launch.processes.child import check_files  # not needed for help
 
             check_files()
-        if args[0] == "swap" or "--standby" in args:  # streams run meanwhile
-            from dovetail.launch.machine.topology import ControlGroups
+            if "--standby" in args or (args[0] == "swap" and "--print" not in args):
+                from dovetail.launch.machine.topology import ControlGroups
 
-            pace(ControlGroups().quota())
+                pace(ControlGroups().quota())  # streams run meanwhile
         if args[0] in STARTERS:
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork would lack its threads
             from dovetail.launch.processes import forked  # only they need it

@@ -121,11 +121,14 @@ def ending_at_once() -> Iterator[None]:
 
 
 def pace(quota: float | None) -> None:
-    """Leave most of a quota below one CPU to the other processes of our control group, until
-    `pace(None)`: the kernel stops all of them when it is used up, whatever their priorities."""
+    """Leave most of a quota below one CPU to the other processes of our control group, which is
+    reported, until `pace(None)`: the kernel stops all when it is used up, despite priorities."""
     if quota is None or quota >= 1.0:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         return
+    from dovetail.launch.console.terminal import note  # imports pydantic
+
+    note(f"loading uses at most {SHARE:.0%} of the CPU quota of {quota:g}: streams need the rest")
     pause_s = SLICE_S / (SHARE * quota)
     signal.signal(signal.SIGPROF, lambda *_: time.sleep(pause_s))
     signal.setitimer(signal.ITIMER_PROF, SLICE_S, SLICE_S)

@@ -55,10 +55,11 @@ def test_a_target_takes_no_more_threads_than_the_cores_that_it_is_bound_to() -> 
 @pytest.mark.slow  # it compares with wall time
 @pytest.mark.parametrize(("quota", "most"), [(0.4, 0.4 * SHARE), (1.0, 1.0), (None, 1.0)])
 def test_a_worker_that_loads_beside_others_takes_a_part_of_a_fraction_of_a_cpu(
-    quota: float | None, most: float
+    quota: float | None, most: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used, began = time.process_time(), time.monotonic()
     pace(quota)
+    assert ("25% of the CPU quota of 0.4" in capsys.readouterr().err) == (quota == 0.4)
     while time.process_time() - used < 0.08:
         pass
     pace(None)
