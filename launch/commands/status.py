@@ -49,7 +49,7 @@ def _show(state: Reported) -> None:
     click.echo(f"finished    {state.rounds} rounds, tau {format_cell(state.tau)}; {dropped}")
     if totals.moves:
         faster = f"{totals.rebalanced} of them to a faster one"
-        click.echo(f"moves {totals.moves} of sessions to another target, {faster}")
+        click.echo(f"moves       {totals.moves} to another target, {faster}")
     if url := next((found.url for found in announcements() if found.address == state.address), ""):
         click.echo(f"http        {url}")
     if state.journal is not None and not state.journal.failed:

@@ -64,7 +64,7 @@ def _read(folder: Path, root: Path) -> Card | None:
         return None
     memory, device = _memory(folder), _word(folder / "device").removeprefix("0x")
     if maker == "Intel":
-        integrated = folder.name.endswith(":00:02.0")  # the values of Intel's cards
+        integrated = folder.name.endswith(":00:02.0")  # Intel graphics: always at this address
     else:
         integrated = memory is not None and memory < CARVED
     return Card(
