@@ -124,7 +124,7 @@ COMPARING = {
     "--concurrency",
     metavar="N,N,...",
     help="Measure a server over HTTP instead, ours or any other (--url), with this many concurrent "
-    "requests: throughput and latencies.  [default with --url: {DEFAULT_LEVELS}]",
+    f"requests: throughput and latencies.  [default with --url: {DEFAULT_LEVELS}]",
 )
 @rare(
     "--url",

@@ -200,8 +200,8 @@ Trained by `dovetail train {kind}` for the target
 - {target}
 - checkpoint digest `{digest}`
 
-`dovetail generate --target TARGET --draft THIS_FOLDER "..."` drafts with it. Embedding{and_head}
-are not included: they are taken from the target.
+`dovetail generate --target TARGET --draft THIS_FOLDER "..."` drafts with it. Not included but taken
+from the target: embedding{and_head}.
 
 | | |
 | --- | --- |

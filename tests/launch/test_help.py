@@ -44,17 +44,14 @@ def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_help_shows_about_a_dozen_options_and_help_all_every_one(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    visible = {
-        max(p.opts, key=len)
-        for p in ALL[name].params
-        if isinstance(p, click.Option) and not p.hidden
-    }
-    short = help_of(capsys, *name.split(), "--help")
-    full = help_of(capsys, *name.split(), "--help-all")
-    assert len(visible & set(OPTION.findall(short))) <= FEW
-    assert {option for option in visible if option not in full} == set()
-    further = re.search(r"(\d+) further options", short)
+    options = (p for p in ALL[name].params if isinstance(p, click.Option) and not p.hidden)
+    visible = {max(option.opts, key=len) for option in options}
+    short, full = (help_of(capsys, *name.split(), length) for length in ("--help", "--help-all"))
     shown = len(visible & set(OPTION.findall(short)))
+    assert shown <= FEW
+    assert {option for option in visible if option not in full} == set()
+    assert not re.search(r"\{[A-Z_]+\}", full)  # of a string that should be formatted
+    further = re.search(r"(\d+) further options", short)
     assert (int(further[1]) if further else 0) == len(visible) - shown
 
 
