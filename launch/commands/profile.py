@@ -261,7 +261,7 @@ def _bounds(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         phases = "1 + min / max of the two phases"
         yield "gain of drafting ahead", f"{gain:.2f}", f"{most:.2f}", phases
     if (one := bounds["pass"]) is None:
-        why = "known of a run of its own on the CPU"
+        why = "known only for its own runs on the CPU"
         yield "bandwidth and arithmetic", NOT_AVAILABLE, NOT_AVAILABLE, why
         return
     of = f"({one['limits_from']}{'' if bounds['judged'] else '; not judged: other programs ran'})"
