@@ -75,7 +75,7 @@ class Peers:
             and strikes < MAX_STRIKES
             and not self._claims.is_open(client, error.request)
         ):
-            text = f"{error}: do this client and the coordinator run the same release?"
+            text = f"{error}: do this client and the coordinator have the same version?"
             unread = RequestError("protocol", f"the coordinator cannot read this request: {text}")
             self._post.to_client(client, refusal(self._service.epoch, unread, error.request))
         if strikes == MAX_STRIKES or (worker is not None and worker.turns.owed):
