@@ -66,7 +66,7 @@ class Proof:
     angles: Mapping[str, tuple[Sequence[float], float]]  # table -> its frequencies and factor
     attention: Sequence[Mapping[str, Any]]
     """The arguments with which each layer calls its attention, in the form of `attention.Noted`."""
-    logits: str  # the digest of logits, see `recall.sample`
+    logits: str  # the digest of logits, see `sample`
     made: str  # the day of the proof
 
 

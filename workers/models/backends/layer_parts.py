@@ -367,7 +367,7 @@ class LayerParts:
         """Reorder queries and keys whose first `rotated` numbers are rotated in pairs of
         neighbours: the pairs become halves."""
         if len(self.linears["qkv"]) != 3 or "query_norm" in self.norms:
-            raise UnsupportedError("neighbours rotated in queries that are fused or normed")
+            raise UnsupportedError("the kernels rotate no neighbours in fused or normed queries")
         self.order = torch.cat([_pairs_apart(rotated), torch.arange(rotated, head_dim)])
         queries, keys, _ = (part.out_features for part in self.linears["qkv"])
         self._reorder("qkv", [by_heads(self.order, queries), by_heads(self.order, keys), None])

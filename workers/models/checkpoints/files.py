@@ -37,7 +37,7 @@ def reason(error: BaseException) -> str:
 
 
 def check_home(folder: Path) -> None:
-    """`OSError` for a folder of caches that a user without a home has."""
+    """`OSError` for the cache folder of a user without a home."""
     if not folder.is_absolute():
         text = "this user has no home, and XDG_CACHE_HOME names no folder"
         raise FileNotFoundError(errno.ENOENT, text)

@@ -292,7 +292,7 @@ def _settle_unused(model: Any, checkpoint: Checkpoint, names: Iterable[str]) -> 
     names = sorted(names)
     if names and (own := name_in_file(checkpoint.tensors[names[0]])) is not None:
         text = f"tensor {own} is not used by a model of type {model.config.model_type}"
-        raise checkpoint.refusal(f"{text}; take another file of it, or its folder of safetensors")
+        raise checkpoint.refusal(f"{text}; use another file of this model, or its safetensors")
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     _report_superfluous(
         checkpoint,
