@@ -42,12 +42,7 @@ from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head, open_head
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.serving.open_target import open_target_worker
-from dovetail.workers.sessions.prefix_cache import (
-    MEMORY_SHARE,
-    KeptSessions,
-    affordable_tokens,
-    check_prefix,
-)
+from dovetail.workers.sessions.prefix_cache import MEMORY_SHARE, KeptSessions, affordable_tokens
 from dovetail.workers.sessions.results import First, Part, Verdict
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Proposal, Shape
@@ -68,13 +63,10 @@ KEPT = 4000
 
 
 @dataclass(frozen=True)
-class OnlyLog:
+class OnlyLog(DraftLeft):
     """A kept session that has its log and no rows."""
 
-    log: Sequence[int]
-
-    def check(self, prompt: Sequence[int], kept: int) -> None:
-        check_prefix(self.log, prompt, kept, there=len(self.log))
+    cache: Any = None
 
     def branch(self, kept: int) -> "OnlyLog":
         return OnlyLog(list(self.log[:kept]))

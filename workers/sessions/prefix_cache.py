@@ -38,7 +38,15 @@ class Left:
     def check(self, prompt: Sequence[int], kept: int) -> None:
         """Raise `RequestError` of code "prefix" unless a session with this prompt can reuse the
         first `kept` tokens."""
-        check_prefix(self.log, prompt, kept, there=self.there)
+        if kept >= len(prompt):
+            why = f"for a prompt of {len(prompt)}, whose last one has to be computed"
+        elif kept > self.there:
+            why = f"of a session that has rows of {self.there}"
+        elif list(prompt[:kept]) != self.log[:kept]:
+            why = "of a session that begins differently from the prompt"
+        else:
+            return
+        raise RequestError("prefix", f"cannot reuse {kept} tokens {why}; reuse fewer")
 
     def branch(self, kept: int) -> Self:
         """Return a copy for a session that reuses the first `kept` tokens."""
@@ -117,20 +125,6 @@ class KeptSessions(Generic[LeftT]):
             return left.branch(order.kept)
         del self._left[order.base or 0]
         return left
-
-
-def check_prefix(log: Sequence[int], prompt: Sequence[int], kept: int, *, there: int) -> None:
-    """Raise `RequestError` of code "prefix" unless `prompt` continues beyond its first `kept`
-    tokens, which are those of `log`, `there` of which have rows."""
-    if kept >= len(prompt):
-        why = f"for a prompt of {len(prompt)}, whose last one has to be computed"
-    elif kept > there:
-        why = f"of a session that has rows of {there}"
-    elif list(prompt[:kept]) != list(log[:kept]):
-        why = "of a session that begins differently from the prompt"
-    else:
-        return
-    raise RequestError("prefix", f"cannot reuse {kept} tokens {why}; reuse fewer")
 
 
 def room_tokens(free_bytes: int, row_bytes: int) -> int:
