@@ -13,7 +13,7 @@ SHARDED = "a target over memory nodes"
 
 
 def begin_shards(wanted: Sequence[Shard]) -> None:
-    """Spread later loaded models over these shards. Raises `UserError` if there are no kernels."""
+    """Spread all models loaded later over these shards. Raises `UserError` without kernels."""
     if why := kernels.why_not():
         raise UserError(f"{SHARDED} (target.numa = 'shard') is computed by the kernels: {why}")
     shards.set_shards(wanted)
