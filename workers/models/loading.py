@@ -110,9 +110,7 @@ def load_language_model(
             wanted.refuse_library(checkpoint.source, why)
         try:
             if on_cpu:
-                return _on_cpu(
-                    lambda: open_skeleton(checkpoint), checkpoint, wanted, kept=checkpoint
-                )
+                return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, wanted)
             return _on_gpu(checkpoint, wanted, torch.device(device), draft)
         except Exception:
             checkpoint.digesting.result()  # errors of its files come first
@@ -149,14 +147,9 @@ def random_language_model(
 
 
 def _on_cpu(
-    skeleton_of: Callable[[], Skeleton],
-    checkpoint: Checkpoint,
-    wanted: Wanted,
-    *,
-    kept: Checkpoint | None = None,
+    skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, wanted: Wanted
 ) -> LanguageModel:
-    """The kernels if possible, else the library. `kept`: the checkpoint whose searched blocks are
-    cached."""
+    """The kernels if possible, else the library."""
     why_not = against_kernels(wanted) or for_library(wanted)
     if not why_not:
         memory = ProofMemory(checkpoint, wanted)
@@ -167,7 +160,7 @@ def _on_cpu(
         outline = memory.outline(skeleton)
         try:
             model = assembled(
-                in_blocks(skeleton, kept, wanted.weights),
+                in_blocks(skeleton, checkpoint if checkpoint.tensors else None, wanted.weights),
                 checkpoint,
                 wanted,
                 kernels=True,
@@ -192,7 +185,8 @@ def _on_cpu(
         refuse_without_kernels(model_type(checkpoint), checkpoint.source, why_not)
     wanted.refuse_placement(checkpoint.source, why_not)
     if wanted.rounded or wanted.backend == "kernels":
-        try_library(skeleton_of(), checkpoint, wanted)  # a remedy must not lead to a refusal
+        if wanted.backend != "library":
+            try_library(skeleton_of(), checkpoint, wanted)  # a remedy must not lead to a refusal
         wanted.refuse_library(checkpoint.source, why_not)
     model = assembled(skeleton_of(), checkpoint, wanted, kernels=False, choice=why_not)
     if wanted.backend == "auto":
