@@ -89,8 +89,8 @@ def show_found(found: dict[str, Any]) -> None:
     )
     for length in found["skipped_contexts"]:
         click.echo(
-            f"skipped a cache of {length} rows: filling it would take too long; raise --seconds to "
-            "measure it"
+            f"skipped     a cache of {length} rows, which would take too long to fill; raise "
+            "--seconds to measure it"
         )
     others = [length for length in found["t_v_by_context"] if int(length) != found["context"]]
     rows = [_pass(found, str(m), others) for m in TABLE_ROWS]
