@@ -296,7 +296,7 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
         f"{counted(worker['threads'], 'thread')}, pid {worker['pid']}",
     )
     yield "memory", f"{worker['rss_mb']:,.0f} MB RSS"
-    yield "binding", worker["binding"] or "not said"
+    yield "binding", worker["binding"] or "not reported"
     bound, size = worker["clock_bound_us"], worker["feature_bytes"]
     clock = "not compared" if bound is None else f"known within ± {bound:.0f} µs"
     features = f", features {size} bytes a token" if size else ""

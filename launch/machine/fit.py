@@ -75,7 +75,7 @@ def check_memory(
     limit = settings.memory.ram_bytes
     if limit is not None:
         roles = [role for role in roles if role in ("target", "unified")]
-        room, remedy = Room(limit, "for it beside its process (memory.ram)"), "raise memory.ram"
+        room, remedy = Room(limit, "for it besides its process (memory.ram)"), "raise memory.ram"
 
     def needs_in(settings: Settings) -> list[Need]:
         needs = [*needs_of(settings, roles, nodes)]

@@ -48,8 +48,8 @@ PROBE_S = 0.5
 STAND_IN_SHARE = 0.5
 """Share of the bandwidth that a copy within the CPU's memory reaches, since it reads and writes."""
 LAYER_US = 75.0
-"""What a layer takes beside reading its bytes or its products: 2.3 of the 6.0 ms of a pass over the
-30 layers of SmolLM2-135M in Q4_1 on one core of a Zen 4, and more of Gemma 3 270M's."""
+"""Time of a layer in addition to its bytes or its products: 2.3 of the 6.0 ms of a pass over the 30
+layers of SmolLM2-135M in Q4_1 on one core of a Zen 4, and more of Gemma 3 270M's."""
 OF_ANOTHER = "measured with another model"
 KINDS = 15  # the largest number of kinds of placements, for the bar
 Say = Callable[[str], None]

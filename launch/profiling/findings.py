@@ -496,8 +496,8 @@ def _of_pass(found: Mapping[str, Any], t_v_s: float, *, judged: bool) -> str:
     return (
         f"{kind}: reading the weights takes at least {found['t_p_s'] * 1e3:.2f} ms, the "
         f"arithmetic of {found['rows']:.1f} rows {found['t_c_s'] * 1e3:.2f} ms; a pass takes "
-        f"{t_v_s * 1e3:.2f} ms, {reached if judged else 'beside other programs'}. Up to about "
-        f"{found['crossover_rows']:.0f} rows more of them cost little."
+        f"{t_v_s * 1e3:.2f} ms, {reached if judged else 'while other programs ran'}. Up to about "
+        f"{found['crossover_rows']:.0f} rows, further ones cost little."
     )
 
 

@@ -175,7 +175,7 @@ def _check_misspelling(draft: str) -> None:
         return
     neither = f"--draft {draft} is neither a kind of draft nor a folder"
     if draft.isdigit():
-        raise SettingsError(f"{neither}: --tree.gamma says how many nodes are verified")
+        raise SettingsError(f"{neither}: --tree.gamma sets how many nodes are verified")
     if near := difflib.get_close_matches(draft, DRAFT_KINDS, 1, 0.75):
         hub = f"(a model of the hub: --draft.model {draft})"
         raise SettingsError(f"{neither}: did you mean {near[0]}? {hub}")

@@ -154,7 +154,7 @@ def test_who_knows_better_says_so_with_memory_ram(fp32: Path) -> None:
     with pytest.raises(
         SettingsError,
         match=r"^the target with fp32 weights takes ([\d.]+) GB of memory, and there are [\d.]+ GB "
-        r"for it beside its process \(memory\.ram\): with --target\.weights int8 it needs",
+        r"for it besides its process \(memory\.ram\): with --target\.weights int8 it needs",
     ):
         check(
             settings(target__model=fp32, memory__ram=f"{takes(fp32, 'int8') - PROCESS_BYTES}B"),
