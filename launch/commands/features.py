@@ -18,7 +18,7 @@ from dovetail.launch.console.help import (
     option,
     rare,
 )
-from dovetail.launch.console.terminal import note, spinner
+from dovetail.launch.console.terminal import counted, note, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.processes.preflight import check_model
 from dovetail.launch.settings.models import DEMO_FOLDER
@@ -169,7 +169,7 @@ def command(
         stored = "the last hidden state" + (f" and the inputs of layers {taps}" if taps else "")
         note(
             f"{out}: {stored}, {index.bytes / 1e9:.3g} GB of {index.origin.dtype} in "
-            f"{len(index.shards)} shards, of which {index.written} are there"
+            f"{counted(len(index.shards), 'shard')}, {index.written} already written"
         )
         with show_progress() as show:
             index = store.write(out, index, examples, source, show)

@@ -64,7 +64,7 @@ def test_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_path: P
     assert features.origin.taps == (2, 4, 5)
     assert {answer["temperature"] for answer in answers} == {0.0}
     again = run(*command)
-    assert "in 1 shards, of which 1 are there" in again.stderr
+    assert "in 1 shard, 1 already written" in again.stderr
 
 
 @pytest.mark.parametrize(
