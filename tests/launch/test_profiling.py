@@ -635,11 +635,11 @@ def test_a_server_is_watched_while_somebody_asks_it(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--prompt", "a", "--prompts", "b"), "cannot be combined"),
+        (("--prompt", "a", "--prompts", "b"), "--prompt and --prompts cannot be combined"),
         (("--prompt", "  "), "--prompt is empty"),
         (("--connect", "http://127.0.0.1:9"), "none of your servers here serves"),
         (("--connect", "http://127.0.0.1:nine"), "is not an address"),
-        (("--seconds", "3"), "it needs --connect"),
+        (("--seconds", "3"), "--seconds is for watching a server: it needs --connect"),
     ],
 )
 def test_a_mistake_is_one_line(

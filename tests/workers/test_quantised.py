@@ -317,7 +317,7 @@ def cast(name: str, to: Callable[[Tensor], Tensor]) -> Callable[[Parts], object]
     [
         ("awq", lambda t: t.pop(f"{LAYER}.scales"), f"{LAYER}.scales is missing"),
         ("fp8, blocks", lambda t: t.pop(f"{LAYER}.weight_scale_inv"), "scale_inv is missing"),
-        ("int4", lambda t: t[f"{LAYER}.weight_shape"].zero_(), "weight_shape does not fit"),
+        ("int4", lambda t: t[f"{LAYER}.weight_shape"].zero_(), f"{LAYER}.weight_shape does not"),
         ("gptq", lambda t: t[f"{LAYER}.g_idx"].fill_(-1), f"{LAYER}.g_idx names group -1"),
         *(
             (
