@@ -2,11 +2,8 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 
-import numpy as np
 import pytest
-import torch
 
 from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import RequestError
@@ -93,14 +90,6 @@ def test_output_is_the_same_with_goodput_where_drafting_pays(
     """The target is inflated and writes the same."""
     with running({**inflated("96MiB"), "draft.device": "cpu"}) as larger:
         check_policy(larger, "goodput", alone, 0)
-
-
-def places(
-    tokens: tuple[int, ...], logits: torch.Tensor, random: np.random.Generator
-) -> Iterator[float]:
-    """Yield the place of each token in its own distribution: uniform if it was drawn from it."""
-    for token, distribution in zip(tokens, logits.double().softmax(-1).numpy(), strict=True):
-        yield float(distribution[:token].sum() + random.random() * distribution[token])
 
 
 def test_interleaved_requests_of_both_rules_go_each_its_own_way(client: Client) -> None:

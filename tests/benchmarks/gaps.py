@@ -35,7 +35,6 @@ from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import print_table, progress_bar
 from support.inflated import kept_pair
 
-DEMO = Path(__file__).resolve().parents[2] / "launch" / "demo"
 CONTEXT = 16384
 WORDS = 4000
 """Tokens of the demonstration vocabulary that prompts are drawn from."""

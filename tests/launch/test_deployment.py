@@ -201,16 +201,6 @@ def test_keys_are_handed_over_as_credentials(keys: Path, api_keys: Path) -> None
         systemd_units(settings(coordinator__listen="tcp://*:5555", coordinator__keys=str(keys)))
 
 
-def check_units(units: dict[str, str], folder: Path) -> None:
-    """Have systemd read units, where it is installed."""
-    if shutil.which("systemd-analyze") is not None:
-        for name, text in units.items():
-            (folder / name).write_text(text)
-        verify = ["systemd-analyze", "verify", *(str(folder / name) for name in units)]
-        verified = subprocess.run(verify, capture_output=True, text=True)
-        assert (verified.returncode, verified.stderr) == (0, "")
-
-
 def test_words_of_a_command_mean_themselves() -> None:
     assert _quoted('--target.model=/a b/100%/$HOME"\\') == (
         '"--target.model=/a b/100%%/$$HOME\\"\\\\"'

@@ -29,7 +29,6 @@ from dovetail.protocol.messages import (
     Supervised,
     Swapped,
     Verified,
-    Verify,
 )
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.control.on_off import OnOff
@@ -133,10 +132,6 @@ def put_in_place(scene: Scene, newcomer: ScriptedWorker) -> None:
 
 def drafts_of(worker: ScriptedWorker) -> int:
     return sum(isinstance(command, Draft) for command in worker.seen)
-
-
-def passes_of(worker: ScriptedWorker) -> int:
-    return sum(isinstance(command, Verify) for command in worker.seen)
 
 
 # -- a draft ---------------------------------------------------------------------------------------

@@ -77,8 +77,6 @@ ARCHITECTURES = {
     "youtu": "deepseek2",
 }
 """transformers' model types, and llama.cpp's architectures."""
-EXACT = ("ffn_gate_inp", "shortconv.conv", "conv1d", "ssm_norm")
-"""Parts of names of matrices that stay fp32."""
 PERMUTED = (
     *("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3", "ministral3", "arcee"),
     *("granitemoehybrid", "bamba", "nemotron_h", "olmo"),
