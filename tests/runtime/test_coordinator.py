@@ -347,6 +347,8 @@ def test_a_worker_that_keeps_breaking_the_protocol_is_let_go() -> None:
     for _ in range(MAX_STRIKES):
         house.draft.link.send([b"\xc1"])
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+    house.draft.register()  # it is ignored from now on
+    house.run()
     assert [w.roles for w in house.report().workers] == [("target",)]
     assert house.draft.failures[0].code == "protocol"
 
