@@ -102,15 +102,15 @@ def test_the_kernels_are_built_by_the_compiler_that_is_named(
     named.write_text("\n".join(lines))
     named.chmod(named.stat().st_mode | stat.S_IXUSR)
 
-    def build(value: str) -> "subprocess.CompletedProcess[str]":
-        env = {**bare, "CXX": value}
+    def build(**compilers: str) -> "subprocess.CompletedProcess[str]":
+        env = {**bare, **compilers}
         return subprocess.run(BUILD, env=env, capture_output=True, text=True)
 
-    done = build(f"'{named}' --target=here")
+    done = build(CXX=f"'{named}' --target=here", CC="no-such-compiler")
     assert done.returncode == 0, done.stderr
     assert noted.read_text().startswith("--target=here -std=c++17")
     assert Path(done.stdout.strip()).is_relative_to(bare["PYTHONPATH"])
-    done = build("no-such-compiler -m64")
+    done = build(CC="no-such-compiler -m64")
     assert done.returncode == 1
     assert done.stderr == (
         "CXX or CC names no-such-compiler, which does not exist: correct or unset it\n"
