@@ -187,6 +187,16 @@ def test_a_mistake_is_one_line(refused: Calibrate, arguments: tuple[str, ...], w
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
+def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
+    calibrate: Calibrate, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    flags = ("--target", str(config_alone(tmp_path / "model")), "--draft=none")
+    result = calibrate(*flags, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert (result.returncode, "cannot be written" in result.stderr) == (0, True), result.stderr
+
+
 def test_a_damaged_profile_file_is_told_by_name(refused: Calibrate, tmp_path: Path) -> None:
     path = tmp_path / "cache/dovetail/profile.json"
     path.parent.mkdir(parents=True)

@@ -142,7 +142,8 @@ def test_a_name_of_no_model_is_refused_before_torch_is_imported(
     named = next(word for word in ("foo/bar@baz", "foo") if word in arguments)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2
-    assert f"{named} is not a folder here and not in the Hugging Face cache" in line
+    where = "is not a folder here and not in the Hugging Face cache"
+    assert f"{named} {where}, and the hub cannot be reached (" in line
     assert line.endswith("while connected")
     assert "Connection refused" in line
 
