@@ -372,6 +372,19 @@ def test_a_worker_that_comes_back_while_its_successor_loads_leaves_for_it(first:
 
 
 @pytest.mark.slow
+def test_an_interrupted_swap_takes_its_worker_along() -> None:
+    with started({"draft.kind": "small", "draft.device": "cpu"}) as (stack, client):
+        process = dovetail(*swap(stack, "draft", "--draft=dovetail"))
+        while not (children := psutil.Process(process.pid).children()):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 130
+        wait_until_gone(children[0].pid)
+        assert names(client) == ["draft", "target"]
+
+
+@pytest.mark.slow
 def test_a_swap_that_is_interrupted_once_its_worker_has_sessions_leaves_it_to_them() -> None:
     """The old target ends what it has, since the new one decides otherwise: that takes longer than
     whoever asked has patience."""
