@@ -9,7 +9,7 @@ from math import exp
 
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.control.on_off import DOUBTED, Crowd, OnOff
+from dovetail.runtime.control.on_off import DOUBTED, LEAST_HOPE, Crowd, OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
 from dovetail.runtime.control.pricing import NEW, Pricing, Situation
 from dovetail.runtime.control.rounds import Begun, Calibration, Load, Plan, Round
@@ -58,10 +58,10 @@ class Controller:
     def work_with(self, pair: Pair | None, costs: PairCosts) -> None:
         """Continue with these workers, without the statistics of others."""
         self._now.pair, self._now.costs = pair, costs
-        self._own = (
-            OnOff(pair.experiences[self._greedy]) if pair is not None and not self._fixed else None
-        )
+        self._own = pair.alone[self._greedy] if pair is not None and not self._fixed else None
         """The decision for a session that runs alone."""
+        if self._own is not None:
+            self._own.begin()
         self._pricing.forget()
         self._calibration = Calibration(pair.calibration if pair is not None else 1.0)
         self._empty = self._resting = 0
@@ -99,7 +99,7 @@ class Controller:
 
     def hopeful(self, pair: Pair) -> bool:
         """Return whether a session would be drafted for with this pair from the beginning."""
-        return self._fixed or not pair.experiences[self._greedy].losing
+        return self._fixed or pair.alone[self._greedy].drafting
 
     def drafts_at(self, load: Load) -> bool:
         """Return whether a session is drafted for, or drafting is tested, at this load."""
@@ -330,7 +330,12 @@ class Controller:
         words = None
         if done.drafted is None and not done.late:
             before_s = self._pricing.reading_s(done.unread)
-            words = on_off.undrafted(seconds, alone_s, before_s=before_s)
+            words = on_off.undrafted(
+                seconds,
+                alone_s,
+                before_s=before_s,
+                worth_trying=lambda: self._pricing.hope(done.context) >= LEAST_HOPE,
+            )
         elif done.late or pair is None or pair.rounds >= NEW:
             rows, pass_s = done.other_rows + done.verified, done.times.verify_ns / 1e9
             slowness = self._now.costs.slowness(

@@ -154,8 +154,11 @@ class OnOff:
         return self._experience.token_s
 
     def begin(self) -> None:
-        """Begin a session at this load: forget failed tests, but not their budget."""
+        """Begin a session at this load: forget failed tests, but not their budget, and forgive it
+        no more than others at its beginning."""
         self._failed = 0
+        if self.state == "on" and not self._many:
+            self._rounds = 0.0
 
     def undrafted(
         self,

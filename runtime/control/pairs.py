@@ -88,7 +88,10 @@ class Pair:
     experiences: dict[bool, Experience] = field(
         default_factory=lambda: {True: Experience(), False: Experience()}
     )
-    """Experience of sessions that run alone, by whether they are greedy."""
+    """What sessions that run alone have learned, by whether they are greedy."""
+    alone: dict[bool, OnOff] = field(init=False)
+    """The decision for them, which outlives each: short replies would never learn that they lose.
+    """
     crowds: dict[tuple[bool, tuple[int, int]], Crowd] = field(default_factory=dict)
     """Experience of concurrent sessions, by greediness and level of load."""
     trial: AheadTrial = field(default_factory=AheadTrial)
@@ -113,6 +116,7 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.ahead_in_doubt = not self.in_turns and (self.shared or self.reads)
+        self.alone = {greedy: OnOff(learned) for greedy, learned in self.experiences.items()}
 
     @property
     def calibration(self) -> float:

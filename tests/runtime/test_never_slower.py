@@ -155,6 +155,22 @@ def test_where_drafting_does_not_pay_next_to_nothing_is_lost(costs: Costs) -> No
     assert stretched(TimedHouse(costs)) >= 0.95 * alone
 
 
+def share_of_alone(house: TimedHouse, replies: int, tokens: int, begin: int = 0) -> float:
+    """The rate of short replies, each another text, as a share of that of the target alone."""
+    with_draft = alone = 0.0
+    for reply in range(begin, begin + replies):
+        prompt = 8 + 17 * reply
+        with_draft += 1.0 / house.rate(tokens, prompt=prompt)
+        alone += 1.0 / TimedHouse(house.target.costs).rate(tokens, prompt=prompt, speculate=False)
+    return alone / with_draft
+
+
+def test_short_replies_find_out_together_that_drafting_does_not_pay() -> None:
+    house = TimedHouse(NEVER_RIGHT)
+    share_of_alone(house, 4, 8)
+    assert share_of_alone(house, 40, 8, begin=4) >= 0.97
+
+
 @pytest.mark.parametrize(
     "costs",
     [
