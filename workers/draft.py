@@ -131,6 +131,7 @@ class DraftWorker(Generic[SessionT]):
             vocabulary=its.vocabulary,
             table=None if its.table is None else Array.of(its.table.packed),
             reads=engine.reads,
+            looks_up=engine.looks_up,
             cores=tuple(sorted(os.sched_getaffinity(0))) if its.device == "cpu" else (),
             curves=tuple(its.curves),
         )

@@ -170,6 +170,9 @@ class Hello(Message):
     """The hidden states that a draft may read from this target; None for a draft."""
     reads: Reads | None = None
     """The features that this draft reads from its target; None if it reads none."""
+    looks_up: bool = False
+    """True if this draft proposes only what `protocol/lookup.py` finds in the log: without a match
+    it need not be asked."""
     cores: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...],
         Field(max_length=MAX_CORES, fail_fast=True),

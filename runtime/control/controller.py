@@ -7,6 +7,7 @@ the request insists. Pure: rounds are arguments; decisions are returned as value
 from collections.abc import Callable, Sequence
 from math import exp
 
+from dovetail.protocol.lookup import SearchedLog
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.on_off import DOUBTED, LEAST_HOPE, Crowd, OnOff
@@ -19,6 +20,9 @@ CONTROLS = (0, 8, 32)
 """Rounds of a pair after which a pass over one row is measured, without a profile."""
 EMPTY = 4  # consecutive empty proposals after which the draft's statistics are doubted
 RESTING = 16  # rounds without a command after that, if other sessions wait for the draft
+FORESEEN, LEAST_CHANCE = 8, 0.05
+"""Tokens of a look-up's continuation that are weighed before it is asked, and the least probability
+of one that counts."""
 STALE = 0.95
 """Ratio of a head's tau with growth ahead to that without, since it continues from its own guesses:
 0.92 to 1.00 with the embedded Dovetail head at T = 0. Scores do not show it."""
@@ -212,9 +216,17 @@ class Controller:
         self.begun = Begun(load, on_off.era, sampled)
         return on_off.drafting
 
-    def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
+    def plan(
+        self,
+        context: int,
+        *,
+        ready: bool = True,
+        patient: bool = True,
+        searched: SearchedLog | None = None,
+    ) -> Plan | None:
         """Return how to draft for the round; None: not at all. `ready`: the draft has prefilled the
-        prompt; `patient`: wait for that if the request requires drafting."""
+        prompt; `patient`: wait for that if the request requires drafting; `searched`: the log of a
+        draft that looks up, which is asked only if a proposal would pay."""
         load, pair, on_off, begun = self._now.load, self._now.pair, self._now.on_off, self.begun
         begun.unready = not ready
         if pair is None or (not ready and not (patient and on_off is None)):
@@ -226,10 +238,21 @@ class Controller:
                 pair.controls += 1
                 self.controls += 1
                 return None
+        if searched is not None and not self._finds(searched, context):
+            begun.spared = True
+            return None
         begun.ordered = True
         era = on_off.era if on_off is not None else 0
         (priced_in, plan), self._priced = self._priced or (-1, None), None
         return plan if plan is not None and priced_in == era else self._price(context, pair, on_off)
+
+    def _finds(self, searched: SearchedLog, context: int) -> bool:
+        """Return whether a draft that looks up would propose something that is worth asking for."""
+        if self._now.on_off is None:
+            return bool(searched.chances(1, 0.0))
+        factor = min(1.0, self._calibration.factor)  # the draft offers nothing less likely
+        chances = searched.chances(FORESEEN, LEAST_CHANCE)
+        return self._pricing.worth_asking(context, [factor * chance for chance in chances])
 
     def _price(self, context: int, pair: Pair, on_off: OnOff | None) -> Plan:
         """Return the plan for drafting in a round by current knowledge."""
@@ -242,6 +265,8 @@ class Controller:
         if on_off is None:
             return Plan(ahead=ahead)
         trying, doubted = on_off.state == "try", self._empty >= EMPTY
+        if pair.looks_up:  # its levels are free, and it is not asked where it has nothing
+            trying = doubted = False
         return self._pricing.plan(context, pair, trying=trying, doubted=doubted, ahead=ahead)
 
     def _rests(self) -> bool:
@@ -356,6 +381,8 @@ class Controller:
             alone_s = pricing.alone_s(done.context)
             crowd.on_off.catching_up(done.tokens, seconds, alone_s, among=load.draft)
             return
+        if done.begun.spared and crowd.on_off.drafting:
+            return  # it cost nothing and is no evidence
         if (expected_s := costs.alone_s(context=done.context, rows=load.target)) <= 0.0:
             return
         if crowd.on_off.drafting:

@@ -85,6 +85,7 @@ class Pair:
     in_turns: bool = False
     """True if both compute on the same cores; then nothing is drafted ahead."""
     reads: bool = False  # true if the draft reads its target's states
+    looks_up: bool = False  # true if it is known without asking whether the draft has a proposal
     experiences: dict[bool, Experience] = field(
         default_factory=lambda: {True: Experience(), False: Experience()}
     )

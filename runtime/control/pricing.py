@@ -132,6 +132,17 @@ class Pricing:
             patience_s=None if wait_s is None else wait_s + min(wait_s, self._level_s(pair)),
         )
 
+    def worth_asking(self, context: int, chances: Sequence[float]) -> bool:
+        """Return whether nodes with these probabilities of acceptance, in a chain, are worth their
+        rows and the messages; all sessions of the pass wait for both."""
+        now, waiting = self._now, self._now.load.target
+        rate, seconds = self.rate(context), now.costs.target.up_to(waiting + len(chances), context)
+        gain = most = 0.0
+        for rows, chance in enumerate(chances, waiting + 1):
+            gain += chance
+            most = max(most, gain - rate * waiting * (seconds(rows) - seconds(waiting)))
+        return most > rate * now.costs.asking_s
+
     def _wait_s(self, alone_s: float, pair: Pair, depth: int | None) -> float | None:
         """Return the seconds to wait for a proposal, None if unknown: a round of the target alone,
         longer if drafting pays off, at least `LEAST_WAIT_S`. `depth`: of a test."""

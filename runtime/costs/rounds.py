@@ -122,6 +122,12 @@ class PairCosts:
         """Return the seconds from an order to its proposal if the draft is free; 0: unknown."""
         return self.exposed_s.value + self.draft_hop_s.value
 
+    @property
+    def asking_s(self) -> float:
+        """Return the seconds that a round takes longer because its draft is asked; 0: unknown."""
+        host_s = self.beside_s(drafted=True) - self.beside_s(drafted=False)
+        return self.order_s + max(0.0, host_s)
+
     def level_s(self, sessions: int) -> float:
         """Return the seconds of a level of one node for each of this many sessions on the draft."""
         full, rest = divmod(sessions, self.together)

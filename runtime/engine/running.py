@@ -9,6 +9,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, ParamSpec, TypeVar
 
+from dovetail.protocol.lookup import SearchedLog
 from dovetail.protocol.messages import (
     NOTHING_TOLD,
     Draft,
@@ -137,6 +138,8 @@ class RunningRequest:
     other_rows: int = 1
     """Rows of the awaited pass without the session's own nodes: the pass without a draft."""
     drafts: bool = False  # True if there may be drafts for the request
+    searched: SearchedLog | None = None
+    """Its log as a draft that looks up searches it, from its first round with one."""
     asked_ns: int = 0  # when a proposal was last requested
     joining: bool = False  # True if its draft joined while it was running and is not ready yet
     draft_failure: DraftFailure | None = None  # its draft's first failure
@@ -155,6 +158,17 @@ class RunningRequest:
     done: Round | None = None  # the round that has ended, until the controller learns from it
     _prompts: int = 0  # the number of prompts sent to its workers when the round began
     _reading: bool = False  # True if one of them was prefilling then
+
+    def search(self) -> SearchedLog | None:
+        """Return its log up to now, if its draft looks up."""
+        if self.draft is None or not self.draft.hello.looks_up:
+            return None
+        session = self.session
+        if self.searched is None:
+            self.searched = SearchedLog([*session.request.prompt])
+        log = self.searched.log
+        log += session.tokens[len(log) - len(session.request.prompt) :]
+        return self.searched
 
     def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:
         """Pass an event, one of its methods, to the session and return the resulting actions. All

@@ -265,7 +265,12 @@ class Sessions:
         ready = worth_waiting or not turns.busy_with(session.number)
         free = load.alone or draft is running.target or turns.parts or not turns.reading
         began_ns = self._observing.now_ns() if self._observing.fine else 0
-        plan = controller.plan(session.length, ready=ready and free, patient=not running.joining)
+        plan = controller.plan(
+            session.length,
+            ready=ready and free,
+            patient=not running.joining,
+            searched=running.search(),
+        )
         if began_ns:
             self._observing.finely("plan", began_ns, session)
         return plan

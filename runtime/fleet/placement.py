@@ -142,6 +142,7 @@ class Placement:
                 shared=share_device(draft.hello, target.hello),
                 in_turns=share_cores(draft.hello, target.hello),
                 reads=draft.hello.reads is not None,
+                looks_up=draft.hello.looks_up,
             )
         return self._pairs[key], self._pairs[key].costs
 

@@ -148,6 +148,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             table=facts.table,
             states=m.States(width=4, layers=36, checkpoint="2d" * 32),
             reads=facts.reads,
+            looks_up=True,
             cores=(0, 1),
             curves=(m.ContextCurve(context=512, t_v=facts.rows_seconds),),
             experts=facts.experts,

@@ -1,4 +1,4 @@
-"""The draft that looks up what was said before: its index against a plain search, its proposals
+"""The draft that looks up what was said before: its search against a plain one, its proposals
 against plain arithmetic."""
 
 import math
@@ -11,17 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.errors import RequestError
+from dovetail.protocol.lookup import CHARACTERS, OCCURRENCES, ODDS, SIZES, SearchedLog
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT, TokenTree
-from dovetail.workers.drafters.ngram import (
-    LEAST,
-    OCCURRENCES,
-    ODDS,
-    SIZES,
-    Index,
-    Lookup,
-    LookupSession,
-)
+from dovetail.workers.drafters.ngram import LEAST, Lookup, LookupSession
 from dovetail.workers.speculation.proposal import Price, Proposal, Shape
 from support.opening import opening
 
@@ -71,7 +64,7 @@ def same_before(log: list[int], position: int) -> int:
 
 
 def searched(log: list[int]) -> list[tuple[int, int]]:
-    """Return what the index should find, by looking everywhere: those with the longest n-gram
+    """Return what should be found, by looking everywhere: those with the longest n-gram
     first, then the newest."""
     matches = {position: same_before(log, position) for position in range(1, len(log))}
     found: list[int] = []
@@ -86,12 +79,12 @@ def searched(log: list[int]) -> list[tuple[int, int]]:
 
 @settings(max_examples=300, deadline=None)
 @given(log=LOGS)
-def test_the_index_finds_what_a_search_of_the_whole_log_finds(log: list[int]) -> None:
+def test_a_search_finds_what_a_look_at_every_token_finds(log: list[int]) -> None:
     grown: list[int] = []
-    index = Index(grown)
+    log_of_it = SearchedLog(grown)
     for token in log:
         grown.append(token)
-        assert list(index.occurrences()) == searched(grown)
+        assert log_of_it.occurrences() == searched(grown)
 
 
 class Counted(list[int]):
@@ -104,17 +97,29 @@ class Counted(list[int]):
         return super().__getitem__(key)
 
 
-def test_a_look_up_costs_the_same_however_long_the_log_has_become() -> None:
+def test_a_look_up_looks_at_as_many_tokens_however_long_the_log_has_become() -> None:
     looks = []
     for length in (500, 20_000):
         log = Counted([1, 2, 3, 1, 2] * (length // 5))
-        index = Index(log)
-        list(index.occurrences())
+        found = SearchedLog(log)
+        found.occurrences()
         before = log.looks
         log.append(3)
-        assert len(list(index.occurrences())) == OCCURRENCES
+        assert len(found.occurrences()) == OCCURRENCES
         looks.append(log.looks - before)
     assert looks[0] == looks[1] < 4 * OCCURRENCES * LONGEST
+
+
+@settings(max_examples=100, deadline=None)
+@given(log=LOGS.filter(lambda log: len(log) > 1))
+def test_what_a_look_up_would_propose_is_known_without_asking(log: list[int]) -> None:
+    proposal = proposed(log, Shape(15, 8, 1))
+    chances = SearchedLog(log).chances(8, LEAST)
+    assert chances == pytest.approx([math.exp(score) for score in proposal.scores])
+
+
+def test_tokens_that_share_a_character_are_told_apart() -> None:
+    assert SearchedLog([5, 6, 1, 5 + CHARACTERS]).occurrences() == []
 
 
 def test_what_followed_the_same_tokens_before_is_proposed() -> None:

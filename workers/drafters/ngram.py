@@ -1,12 +1,8 @@
 """The engine of a draft without a model: it proposes what followed earlier occurrences of the last
 tokens, in the prompt or in the reply.
 
-Prompt lookup (Saxena, "Prompt lookup decoding", 2023) proposes one continuation; here all earlier
-occurrences of the log's last tokens vote, and the tree follows the votes. An occurrence that
-matches in m tokens gives the next token a vote of ODDS[m]; all unseen tokens together weigh 1. So a
-token's probability is the sum of its votes over 1 + all votes. One level deeper, the occurrences
-that agree have matched one more token, and the others have no vote. An occurrence that reaches the
-end of the log continues with its own proposal, so repetition is continued.
+All earlier occurrences of the log's last tokens vote (`protocol/lookup.py`), and the tree follows
+the votes.
 
 The logarithms of the votes are this draft's logits, relative to 0 for unseen tokens, and processors
 that look back are applied to them. Temperature and truncation are not, since the earlier text was
@@ -24,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import RequestError
+from dovetail.protocol.lookup import Matches, SearchedLog
 from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import misfit
 from dovetail.protocol.tree import ROOT, TokenTree
@@ -31,61 +28,11 @@ from dovetail.workers.drafters.engine import Engine
 from dovetail.workers.speculation.history import History
 from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, Shape
 
-SIZES = (4, 3, 2, 1)
-"""Lengths of the indexed n-grams; longer matches are found by comparing backwards."""
-OCCURRENCES = 24
-"""At most this many earlier occurrences vote: those of the longest indexed n-grams first, of these
-the newest."""
-ODDS = (0.0, 0.14, 0.75, 0.75, 1.0, 2.0, 2.0, 2.0, 10.0)
-"""Odds by the length of the match, the last for all longer ones. Fitted by maximum likelihood
-(rounded) to 11,300 tokens of replies of the embedded target, to the shipped prompts and 72 of other
-kinds, at temperature 0 and 1. Where the last token had occurred before, 5,200 times, the cost is
-1.0 bit a token."""
 SHARPENING = 1.0
 LEAST = 0.07
 """The minimum probability offered if the order has no price: about the cost of another row as a
 share of a one-row pass, if sixteen rows cost two."""
 NEGLIGIBLE = 1e-4  # the least probability ever offered
-
-
-class Index:
-    """An index of all n-grams of a log: for each length, chains of positions, the newest first.
-    Adding a token takes constant time."""
-
-    def __init__(self, log: Sequence[int]) -> None:
-        """`log` may grow at its end; new tokens are indexed when the index is next used."""
-        self._log = log
-        self._newest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
-        self._older: tuple[list[int], ...] = tuple([] for _ in SIZES)
-
-    def occurrences(self) -> Iterator[tuple[int, int]]:
-        """Yield (position, match) for earlier occurrences of the log's last tokens: the position
-        after them, and the number of matching tokens."""
-        self._catch_up()
-        found: dict[int, None] = {}
-        for size, newest, older in zip(SIZES, self._newest, self._older, strict=True):
-            end = newest.get(tuple(self._log[-size:]), -1)
-            while end >= 0 and len(found) < OCCURRENCES:
-                found[end + 1] = None
-                end = older[end]
-        return ((position, self._match(position)) for position in found)
-
-    def _catch_up(self) -> None:
-        """Index the n-grams that end before the last token: the log's end itself is not an earlier
-        occurrence."""
-        for size, newest, older in zip(SIZES, self._newest, self._older, strict=True):
-            for end in range(len(older), len(self._log) - 1):
-                gram = tuple(self._log[max(0, end + 1 - size) : end + 1])
-                older.append(newest.get(gram, -1))
-                newest[gram] = end
-
-    def _match(self, position: int) -> int:
-        """Return how many tokens before `position` match the log's last ones, up to the longest
-        match in ODDS."""
-        log, most = self._log, min(position, len(ODDS) - 1)
-        return next(
-            (n for n in range(most) if log[position - 1 - n] != log[len(log) - 1 - n]), most
-        )
 
 
 @dataclass(order=True, frozen=True)
@@ -97,15 +44,15 @@ class _Node:
     number: int
     parent: int = field(compare=False)
     path: tuple[int, ...] = field(compare=False)
-    occurrences: Sequence[tuple[int, int]] = field(compare=False)
+    matches: Matches = field(compare=False)
 
 
 @dataclass
 class LookupSession:
-    """One sequence, its index, and the last proposal."""
+    """One sequence, and the last proposal."""
 
     log: list[int]
-    index: Index
+    searched: SearchedLog
     history: History
     sharpening: float
     capacity: int
@@ -116,12 +63,14 @@ class LookupSession:
 class Lookup(Engine[LookupSession]):
     """The lookup engine."""
 
+    looks_up = True
+
     def __init__(self, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
 
     def open(self, order: Open, base: None = None) -> LookupSession:
-        """Open a session and index its prompt; `Open.key` is not used. Raises `RequestError` if a
-        token is at or beyond `vocabulary_size`, since it could be proposed."""
+        """Open a session; `Open.key` is not used. Raises `RequestError` if a token of the prompt is
+        at or beyond `vocabulary_size`, since it could be proposed."""
         if (text := misfit(order.sampling, order.tree, "ngram")) is not None:
             raise RequestError("settings", text)
         if (largest := max(order.prompt)) >= order.vocabulary_size:
@@ -131,7 +80,7 @@ class Lookup(Engine[LookupSession]):
         log = list(order.prompt)
         sharpening = SHARPENING if order.tree.sharpening == "auto" else order.tree.sharpening
         history = History(order.sampling, log, order.end, order.replied)
-        return LookupSession(log, Index(log), history, sharpening, order.capacity)
+        return LookupSession(log, SearchedLog(log), history, sharpening, order.capacity)
 
     def draft(
         self,
@@ -152,7 +101,7 @@ class Lookup(Engine[LookupSession]):
         session.history.extend(committed)
         depth = min(shape.depth, session.capacity - len(session.log) - 1)
         worst = -math.log(max(price.floor, LEAST if price.rate is None else NEGLIGIBLE))
-        waiting = [_Node(0.0, 0, ROOT, (), tuple(session.index.occurrences()))]
+        waiting = [_Node(0.0, 0, ROOT, (), session.searched.occurrences())]
         taken: list[_Node] = []
         grown = 0
         while (
@@ -212,16 +161,7 @@ class Lookup(Engine[LookupSession]):
         worse than `worst`: best first, numbered from `first` on."""
         if node.path and node.path[-1] in session.history.end:
             return
-        followers: dict[int, list[tuple[int, int]]] = {}
-        votes: dict[int, float] = {}
-        for position, match in node.occurrences:
-            token = (
-                session.log[position]
-                if position < len(session.log)
-                else node.path[position - len(session.log)]
-            )
-            followers.setdefault(token, []).append((position + 1, min(match + 1, len(ODDS) - 1)))
-            votes[token] = votes.get(token, 0.0) + ODDS[match]
+        votes, agreeing = session.searched.followers(node.matches, node.path)
         logits = {
             token: session.history.process(token, math.log(weight), node.path) / session.sharpening
             for token, weight in votes.items()
@@ -234,5 +174,5 @@ class Lookup(Engine[LookupSession]):
             badness = node.badness + max(0.0, total - logits[token])
             if not badness <= worst:
                 return
-            yield _Node(badness, first, number, (*node.path, token), followers[token])
+            yield _Node(badness, first, number, (*node.path, token), agreeing[token])
             first += 1
