@@ -43,8 +43,8 @@ MEAN = {
 that of the embedded target (`dovetail selftest`: 0.032 and 0.082)."""
 
 
-HALF_CACHE = 0.01
-"""Largest accepted mean difference if only keys and values are rounded, to 16 bits."""
+ROUNDED_CACHE = {"half": 0.01, "q8": 0.05}
+"""Largest accepted mean difference if only keys and values are rounded, by their type."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def compare(
 ) -> Agreement:
     """Compare scores of tokens[1:], of which the last `replied` were chosen greedily, with
     reference logits [part, V] of all tokens, one part after the other."""
-    exact = {} if cache == "fp32" else dict.fromkeys(("fp32", "half", "file-fp32"), HALF_CACHE)
-    rounded = {**exact, **MEAN}
+    exact = ("fp32", "half", "file-fp32") if cache in ROUNDED_CACHE else ()
+    rounded = {**dict.fromkeys(exact, ROUNDED_CACHE[cache]), **MEAN}
     of_mean, tolerance = weights in rounded, rounded.get(weights, EXACT)
     largest = total = 0.0
     count, first = 0, None

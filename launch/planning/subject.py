@@ -103,7 +103,9 @@ class Subject:
     @cached_property
     def machine(self) -> Machine:
         known = () if self.here is None else (self.here.calibration, self.here.parts)
-        return Machine.of(self.hardware, self.target, self.design.width(self.weights), *known)
+        found = Machine.of(self.hardware, self.target, self.design.width(self.weights), *known)
+        on_cpu = self._settings_of_target.cache == "q8"  # which a device does not compute with
+        return replace(found, device=None, link=None) if on_cpu else found
 
     @property
     def planners(self) -> list[Planner]:

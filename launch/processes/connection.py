@@ -320,7 +320,7 @@ def names_models(configuration: Configuration) -> str:
 
 def describe(role: str, worker: WorkerState) -> str:
     """Describe the model of a worker: "target demo (int8)"."""
-    cache = "cache half" if cache_of(worker) == "half" else ""
+    cache = f"cache {cache_of(worker)}" if cache_of(worker) in ("half", "q8") else ""
     details = ", ".join(filter(None, (weights_of(worker), cache, worker.placement)))
     return f"{role} {shorten_model(worker.model)}" + (f" ({details})" if details else "")
 

@@ -27,7 +27,7 @@ from benchmarks.verification import WARM_UP, Turn, take_rounds
 from dovetail.launch.console.terminal import print_table, progress_bar
 from support.gguf_files import write_gguf
 
-OURS = {"ours, fp32": "fp32", "ours, half": "half"}
+OURS = {"ours, fp32": "fp32", "ours, half": "half", "ours, q8": "q8"}
 """Sides of ours by the type of their keys and values."""
 THEIRS = {"llama.cpp": (), "llama.cpp, flash": ("--flash-attention",)}
 ROOM, LONGEST = 64, 131072
@@ -65,7 +65,7 @@ def context(
     pin(threads)
     with written_file(kind, **model) as file, ExitStack() as stack:
         sides = {
-            **{name: _ours(file, context, threads, cache) for name, cache in OURS.items()},
+            **{name: ours(file, context, threads, cache) for name, cache in OURS.items()},
             **{
                 name: _theirs(file, kind, context, threads, python, more)
                 for name, more in THEIRS.items()
@@ -96,7 +96,7 @@ def context(
     report(result, as_json, lambda: show(result))
 
 
-def _ours(file: Path, context: int, threads: int, cache: str) -> Side:
+def ours(file: Path, context: int, threads: int, cache: str) -> Side:
     arguments = ("--weights", "file", "--backend", "kernels", "--cache", cache)
     more = ("--context", str(context), "--threads", str(threads))
     return Side("ours", (str(file), *arguments, *more), threads=threads)

@@ -125,13 +125,13 @@ class Outline:
     of small random numbers."""
 
 
-def write_blocks(file: Path, shape: Shape) -> Path:
+def write_blocks(file: Path, shape: Shape, context: int = CONTEXT) -> Path:
     """Write a Llama as a GGUF file of random blocks in the mix of Q4_K_M; inner units are rounded
     up to whole blocks. One that is there already is taken as it is."""
     inner = -(-shape.intermediate // NUMBERS) * NUMBERS
     facts = {
         "block_count": shape.layers,
-        "context_length": CONTEXT,
+        "context_length": context,
         "embedding_length": shape.hidden,
         "feed_forward_length": inner,
         "attention.head_count": shape.heads,

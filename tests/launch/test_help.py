@@ -95,7 +95,7 @@ def test_the_words_of_a_table_stand_in_the_full_help_and_the_short_one_says_so(
         (("serve", "--n-gpu-layers=99"), ("--n-gpu-layers", "--target.split.layers N")),
         (("serve", "-c", "4096"), ("4096", "--target.context N")),
         (("serve", "-c4096"), ("4096", "--target.context N")),
-        (("serve", "-ctk", "q8_0"), ("-ctk", "--target.cache fp32")),
+        (("serve", "-ctk", "q8_0"), ("-ctk", "--target.cache fp32", "`q8` (q8_0)")),
         (("serve", "--ctx-size", "4096"), ("--ctx-size", "--target.context N")),
         (("serve", "-hf", "ggml-org/x"), ("-hf", "--target ID")),
         (("serve", "-md", "draft.gguf"), ("-md", "--draft MODEL")),

@@ -18,6 +18,7 @@ from dovetail.launch.processes.stack import processes_of
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import UserError
 from dovetail.workers.models.checkpoints.footprint import CACHED_ROWS
+from real.caches import cache_command
 from real.groups import group, table_row
 from real.models import MODELS, fetch
 from real.quota import quota
@@ -32,6 +33,7 @@ def main() -> None:
     """Commands for two public models."""
 
 
+main.add_command(cache_command)
 main.add_command(quota)
 main.add_command(serve)
 
@@ -94,7 +96,10 @@ def start(file: Path, peer: str | None, runs: int, context: int, more: tuple[str
 @click.option("--layers", default=2, show_default=True, help="Layers of a shape.")
 @click.option("--draft", default="ngram", show_default=True, help="A draft without a model.")
 @click.option("--context", default=4096, show_default=True)
-def memory_command(file: str, weights: str, layers: int, draft: str, context: int) -> None:
+@click.option("--cache", default="auto", show_default=True, help="Type of keys and values.")
+def memory_command(
+    file: str, weights: str, layers: int, draft: str, context: int, cache: str
+) -> None:
     """Run a service with FILE in a control group of exactly the memory that its footprint is.
 
     FILE is a GGUF file, a folder, or the shape of random weights: 7b (of Llama-2-7B) or mixture (of
@@ -107,7 +112,8 @@ def memory_command(file: str, weights: str, layers: int, draft: str, context: in
         if file in (*SHAPES, MIXTURE_SHAPE):
             file = str(written(Path(folder) / file, file, weights, layers))
         flags = {"target.model": file, "target.weights": weights, "draft.kind": draft}
-        measure_memory(Path(folder), flags | {"target.context": str(context)}, context)
+        flags |= {"target.context": str(context), "target.cache": cache}
+        measure_memory(Path(folder), flags, context)
 
 
 def written(path: Path, shape: str, weights: str, layers: int) -> Path:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dovetail.workers import kernels
+from dovetail.workers.kernels.layer_plan import CODES
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, MixedCache, cache_of
 from dovetail.workers.models.cache import KVCache
 from support.models import cache_row
@@ -194,11 +195,14 @@ def test_the_bytes_of_a_row_are_told_even_of_an_empty_cache() -> None:
 
 
 @pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
-@pytest.mark.parametrize("heads", [[(3, 4), (3, 4)], [(2, 8), (1, 24)]], ids=str)
-def test_keys_and_values_in_16_bits_keep_and_move_their_rows_in_half_the_memory(
+@pytest.mark.parametrize("heads", [[(3, 32), (3, 32)], [(2, 64), (1, 96)]], ids=str)
+def test_keys_and_values_in_16_and_8_bits_keep_and_move_their_rows_in_less_memory(
     heads: list[tuple[int, int]],
 ) -> None:
-    whole, half = (cache_of(heads, 20, dtype) for dtype in (torch.float32, torch.float16))
+    whole, half, codes = (
+        cache_of(heads, 20, dtype) for dtype in (torch.float32, torch.float16, CODES)
+    )
+    assert 32 * codes.row_bytes == 17 * half.row_bytes  # 32 numbers and their scale
     for cache in (whole, half):
         for keys, values in cache._views(cache.keys, cache.values):
             for part in (keys, values):

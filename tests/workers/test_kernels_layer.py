@@ -21,6 +21,7 @@ from dovetail.workers.kernels.layer import (
     rotary_table,
 )
 from dovetail.workers.kernels.layer_plan import (
+    CODES,
     LANES,
     Activation,
     CacheRows,
@@ -28,6 +29,7 @@ from dovetail.workers.kernels.layer_plan import (
     Norm,
     NormKind,
     new_cache,
+    stored_width,
 )
 from dovetail.workers.models.segment import Paths
 from support.kernels import needs_kernels
@@ -130,6 +132,22 @@ def attention_row(
         mixed = fma(weights[p], values[p], mixed)
     whole = lane_sum(total) if sink is None else lane_sum(total) + exp(np.array([F(sink) - top]))[0]
     return mixed * (F(1) / whole) + F(0)
+
+
+def in_codes(x: Floats) -> tuple[Floats, Any]:
+    """Codes of 8 bits of x [..., n] and the scale of each block of 32: a 127th of its largest
+    number, rounded up to the upper half of a float. Their products are what a cache of codes holds;
+    a block with a number that is not finite has the scale NaN."""
+    blocks = np.pad(x, [*((x.ndim - 1) * [(0, 0)]), (0, -x.shape[-1] % 32)])
+    blocks = blocks.reshape(*x.shape[:-1], -1, 32)
+    least = (np.abs(blocks).max(-1, keepdims=True) / F(127)).astype(F)
+    scales = ((least.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(F)
+    finite = np.isfinite(blocks).all(-1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        codes = np.rint(np.where(finite, blocks, 0) / np.where(finite & (scales > 0), scales, F(1)))
+    scales = np.where(finite, scales, F("nan"))
+    numbers = (codes * scales).astype(F).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return numbers, (codes.astype(np.int8), scales[..., 0])
 
 
 # ---- rows by themselves ----
@@ -250,12 +268,12 @@ class Cache:
         self.keys, self.values = new_cache(
             layers=2,
             kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
+            head_dim=stored_width(shape.head_dim, shape.cache),
             capacity=capacity,
             dtype=shape.cache,
         )
         for tensor in (self.keys, self.values):
-            tensor.fill_(float("nan"))
+            tensor.fill_(-1 if shape.cache is CODES else float("nan"))  # scales that are NaN
 
     def rows(
         self, start: int, paths: Sequence[Sequence[int]] | int, prefix: int | None = None
@@ -310,14 +328,16 @@ SHAPES = [
     Shape(heads=16, kv_heads=2, head_dim=256),
 ]
 SUNKEN = Shape(heads=4, kv_heads=2, head_dim=24, window=5, sink=-1.0)
-HALVED = [
+ROUNDED = [
     Shape(cache=torch.float16),
     Shape(heads=3, kv_heads=3, head_dim=20, window=37, softcap=2.0, cache=torch.float16),
+    Shape(heads=2, kv_heads=2, head_dim=256, cache=CODES),
+    Shape(heads=10, kv_heads=2, head_dim=84, window=37, softcap=2.0, cache=CODES),
 ]
-LONG = (Shape(), HALVED[1])  # the shapes whose trees stand behind long texts every day
+LONG = (Shape(), ROUNDED[1])  # the shapes whose trees stand behind long texts every day
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, SUNKEN, *HALVED], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, SUNKEN, *ROUNDED], ids=str)
 def test_attention_has_the_bytes_of_its_written_order(shape: Shape) -> None:
     layer, qkv = make_layer(shape, rotary=None), torch.randn(53, shape.width)
     query, key, value = (
@@ -326,6 +346,8 @@ def test_attention_has_the_bytes_of_its_written_order(shape: Shape) -> None:
     )
     if shape.cache is torch.float16:
         key, value = (part.astype(np.float16).astype(np.float32) for part in (key, value))
+    if shape.cache is CODES:
+        key, value = (in_codes(part)[0] for part in (key, value))
     groups = shape.heads // shape.kv_heads
     found, _ = in_chunks(layer, shape, qkv, 53)
     for row in (0, 1, 15, 16, 40, 52):
@@ -346,7 +368,7 @@ def test_attention_has_the_bytes_of_its_written_order(shape: Shape) -> None:
             ), (row, head)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *HALVED], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *ROUNDED], ids=str)
 def test_a_prompt_has_the_same_bytes_in_chunks_of_any_size(shape: Shape) -> None:
     layer, qkv = make_layer(shape), torch.randn(600, shape.width)
     expected, expected_cache = in_chunks(layer, shape, qkv, 1)
@@ -356,7 +378,7 @@ def test_a_prompt_has_the_same_bytes_in_chunks_of_any_size(shape: Shape) -> None
         assert all(cache.slot(slot) == expected_cache.slot(slot) for slot in range(600))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *HALVED], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *ROUNDED], ids=str)
 def test_every_instruction_set_and_thread_count_gives_the_same_bytes(shape: Shape) -> None:
     layer, qkv = make_layer(shape), torch.randn(150, shape.width)
     expected, _ = in_chunks(layer, shape, qkv, 64)
@@ -390,6 +412,54 @@ def test_a_cache_of_halves_has_the_nearest_one_and_none_that_is_infinite() -> No
             assert torch.equal(found.contiguous().view(torch.int16), expected), isa
 
 
+def test_a_cache_of_codes_has_the_nearest_ones_and_scales_of_which_none_is_too_small() -> None:
+    generator = torch.Generator().manual_seed(3)
+    numbers = torch.randn(64, 40, generator=generator) * 2.0 ** torch.arange(-140, 116, 4)[:, None]
+    numbers[0], numbers[1, 5], numbers[2, 39], numbers[3] = 0.0, torch.inf, torch.nan, 3.4e38
+    numbers[4, 1:33], numbers[5] = 0.0, -1e-45
+    shape = Shape(heads=1, kv_heads=1, head_dim=40, cache=CODES)
+    layer, qkv = make_layer(shape, rotary=None), torch.zeros(64, shape.width)
+    qkv[:, 40:80], qkv[:, 80:] = numbers, numbers.flip(0)
+    whole, (codes, scales) = in_codes(numbers.numpy())
+    assert np.isnan(whole[1:3]).any(1).all()
+    expected = np.concatenate(
+        [
+            codes.reshape(64, -1)[:, :40],
+            (scales.astype(F).view(np.uint32) >> 16).astype(np.uint16).view(np.int8),
+        ],
+        1,
+    )
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        cache = Cache(shape, 64)
+        layer.place(LayerPass(torch.zeros(64).long(), [cache.rows(0, 64)]), qkv.clone())
+        keys, values = cache.keys[1, 0].transpose(1, 2).flatten(0, 1), cache.values[1, 0].flip(0)
+        for found in (keys, values):
+            assert found.numpy().tobytes() == expected.tobytes(), isa
+
+
+def test_attention_over_codes_is_that_of_float64_over_numbers_in_8_bits() -> None:
+    shape = Shape(heads=6, kv_heads=2, head_dim=64, cache=CODES)
+    layer, qkv = make_layer(shape, rotary=None), torch.randn(300, shape.width)
+    found, _ = in_chunks(layer, shape, qkv, 64)
+    query, key, value = (
+        part.unflatten(1, (-1, 64)).transpose(0, 1).double()
+        for part in qkv.split([6 * 64, 2 * 64, 2 * 64], 1)
+    )
+
+    def attention(key: Tensor, value: Tensor) -> Tensor:
+        key, value = (part.double().repeat_interleave(3, 0) for part in (key, value))
+        mixed = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=0.3
+        )
+        return mixed.transpose(0, 1).flatten(1)
+
+    rounded = (torch.from_numpy(in_codes(part.float().numpy())[0]) for part in (key, value))
+    torch.testing.assert_close(found.double(), attention(*rounded), rtol=1e-5, atol=1e-5)
+    off = (found.double() - attention(key, value)).norm() / found.norm()
+    assert 1e-3 < off < 2e-2
+
+
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 5, 0, 9, 8, 4, 12, 14, 15, 13]  # parents; the root first
 
 
@@ -407,7 +477,7 @@ def lineage(parents: Sequence[int], node: int) -> list[int]:
             id=f"{prefix}-{shape}",
             marks=[pytest.mark.slow] if prefix == 515 and shape not in LONG else [],
         )
-        for shape in (*SHAPES, *HALVED)
+        for shape in (*SHAPES, *ROUNDED)
         for prefix in (1, 47, 515)
     ],
 )

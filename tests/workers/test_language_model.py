@@ -196,7 +196,7 @@ def test_a_layer_that_the_kernels_cannot_compute_goes_to_the_library(
 
 @needs_kernels
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gemma2], ids=["llama", "gemma2"])
-def test_keys_and_values_in_16_bits_move_logits_by_a_rounding(
+def test_keys_and_values_in_16_and_8_bits_move_logits_by_a_rounding(
     tmp_path: Path, make: Callable[[Path], Path]
 ) -> None:
     folder, tokens = make(tmp_path), torch.tensor(TOKENS * 4)
@@ -204,16 +204,19 @@ def test_keys_and_values_in_16_bits_move_logits_by_a_rounding(
         load_language_model(
             str(folder), weights="fp32", device="cpu", backend="kernels", cache=cache
         )
-        for cache in ("fp32", "half")
+        for cache in ("fp32", "half", "q8")
     ]
     caches = [model.new_cache(40) for model in models]
-    whole, half = (
+    whole, half, codes = (
         model.forward(tokens, torch.arange(40), [Segment(cache, 0, 40)])
         for model, cache in zip(models, caches, strict=True)
     )
     moved = float(((half - whole).norm(dim=-1) / whole.norm(dim=-1)).max())
     assert 1e-6 < moved < 5e-3
     assert 2 * caches[1].row_bytes == caches[0].row_bytes
+    moved = float(((codes - whole).norm(dim=-1) / whole.norm(dim=-1)).median())
+    assert 1e-4 < moved < 5e-2
+    assert [model.cache for model in models] == ["fp32", "half", "q8"]
 
 
 @needs_kernels

@@ -15,7 +15,14 @@ from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.experts import stacked_matrices
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, rotary_table
-from dovetail.workers.kernels.layer_plan import CacheRows, LatentPlan, LayerPlan, new_cache
+from dovetail.workers.kernels.layer_plan import (
+    CODES,
+    CacheRows,
+    LatentPlan,
+    LayerPlan,
+    new_cache,
+    stored_width,
+)
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
@@ -36,7 +43,7 @@ def load(folder: Path, kind: str = "youtu", **given: Any) -> LanguageModel:
     return load_language_model(str(folder), **given)
 
 
-@pytest.fixture(scope="module", params=["fp32", "half"])
+@pytest.fixture(scope="module", params=["fp32", "half", "q8"])
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> LanguageModel:
@@ -156,8 +163,9 @@ class Made:
     def attend(self, given: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Attention of a tree: 70 rows in order, and then two branches of ten from row 64 on."""
         count, sees = len(given), tree(len(given))
+        width = stored_width(RANK + ROTATED, dtype)
         keys, values = new_cache(
-            layers=1, kv_heads=1, head_dim=RANK + ROTATED, capacity=count, dtype=dtype, latent=True
+            layers=1, kv_heads=1, head_dim=width, capacity=count, dtype=dtype, latent=True
         )
         paths = Paths.of(0, sees)
         positions = torch.tensor([len(row) - 1 for row in sees])
@@ -189,7 +197,7 @@ def test_attention_over_latents_is_that_over_the_keys_and_values_made_of_them(
     assert float((made.attend(given) - expected).abs().max()) < 2e-5 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "half"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, CODES], ids=str)
 def test_every_instruction_set_and_thread_count_gives_the_same_bytes(dtype: torch.dtype) -> None:
     made = Made(low=True)
     given = made.given(90)
@@ -214,8 +222,8 @@ def test_matrices_of_other_heads_are_refused() -> None:
 
 
 def test_a_token_of_the_cache_is_one_latent_and_one_key(model: LanguageModel) -> None:
-    size = {"fp32": 4, "half": 2}[model.cache]
-    assert model.new_cache(10).row_bytes == 4 * CACHED * size
+    size = {"fp32": 4 * CACHED, "half": 2 * CACHED, "q8": CACHED + 4}[model.cache]
+    assert model.new_cache(10).row_bytes == 4 * size
 
 
 def test_sessions_and_chunks_give_the_bytes_of_the_text(model: LanguageModel) -> None:

@@ -15,9 +15,9 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings, cache_of
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.kernels.layer_plan import LANES
+from dovetail.workers.kernels.layer_plan import CODES, LANES
 from dovetail.workers.models.backends.blob import gather
-from dovetail.workers.models.backends.blocked_cache import BlockedCache
+from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_for
 from dovetail.workers.models.backends.placement import (
     BUFFERS,
     Demand,
@@ -247,6 +247,9 @@ def test_sizes_by_the_configuration_are_those_that_are_loaded(
     rows = model.new_cache(LANES)
     assert isinstance(rows, BlockedCache)
     assert sizes.row * sizes.layers == rows.row_bytes
+    codes = cache_for([layer.plan for layer in model._back_end._layers], LANES, CODES)  # type: ignore[attr-defined]
+    sizes_of_codes = sizes_of(json.loads((folder / "config.json").read_text()), weights, "q8")
+    assert sizes_of_codes.row * sizes.layers == codes.row_bytes
     assert (sizes.layers, sizes.context) == (model.layers, model.context)
 
 

@@ -42,7 +42,7 @@ def verify(model: LanguageModel, caches: list[Cache], tokens: Tensor) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", everyday(["fp32", "half"], "half"))
+@pytest.mark.parametrize("dtype", everyday(["fp32", "half", "q8"], "q8"))
 @pytest.mark.parametrize("family", everyday(FAMILIES, "gemma2", "deepseek_v2"))
 def test_a_session_that_begins_with_rows_of_another_computes_the_same_bytes(
     family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +59,7 @@ def test_it_does_in_long_texts_on_every_instruction_set(isa: Isa, tmp_path: Path
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     folder = tiny_llama(tmp_path / "model", max_position_embeddings=2048, head_dim=72, **sizes)
     use(isa)
-    for cache in ("fp32", "half"):
+    for cache in ("fp32", "half", "q8"):
         model = load_language_model(str(folder), weights="fp32", device="cpu", cache=cache)
         check_branches(model, tokens=700, others=90, kept=(700, 640, 401))
 

@@ -2,6 +2,7 @@
 bytes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from dovetail.protocol.profile import ProfileKey, update_profile
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
 from dovetail.workers.calibration.target import calibrate
 from dovetail.workers.devices.opening import open_device
+from dovetail.workers.kernels.layer_plan import CODES
 from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.serving.spread import known_readings, spread_of
 from support.kernels import needs_kernels
@@ -46,6 +49,14 @@ def test_the_settings_say_what_is_where() -> None:
     assert places(TargetSettings(resident=8)) == [R] * 8
     assert places(TargetSettings(prefill="cpu")) == [C] * 8
     assert places(TargetSettings(split=SplitSettings(device="cpu"))) == [R] * 8
+
+
+def test_keys_and_values_in_8_bits_are_refused_where_a_gpu_computes() -> None:
+    gpu = replace(open_device("cpu", 1), name="cuda:0", torch_device=torch.device("meta"))
+    with pytest.raises(SettingsError, match=r"'q8' is for layers on the CPU, but cuda:0 computes"):
+        spread_of(TargetSettings(cache="q8", weights="file"), UNLIMITED, gpu, 1)
+    with pytest.raises(SettingsError, match="no keys and values in 8 bits on meta"):
+        TorchEngine(torch.device("meta")).expect(CODES)
 
 
 def test_a_limit_of_the_hosts_memory_holds_where_a_device_only_reads_prompts() -> None:
@@ -179,10 +190,8 @@ def test_prompts_are_read_apart_from_where_that_is_always_faster(
     assert (None if spread is None else (spread.reader is not None, spread.reads_from)) == (
         None if rows is None else (True, rows)
     )
-    assert (
-        spread_of(TargetSettings(prefill="local"), UNLIMITED, open_device("cpu", 1), 1, [reading])
-        is None
-    )
+    for local in (TargetSettings(prefill="local"), TargetSettings(cache="q8")):
+        assert spread_of(local, UNLIMITED, open_device("cpu", 1), 1, [reading]) is None
 
 
 @needs_kernels

@@ -25,6 +25,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import BUILD, Kind, MatrixStruct, address_of, declare, library
 from dovetail.workers.kernels.experts import NormStruct, experts_struct, matrix_array, norm_struct
 from dovetail.workers.kernels.layer_plan import (
+    CODES,
     LANES,
     Activation,
     BesidePlan,
@@ -50,7 +51,7 @@ class LayerStruct(Structure):
     """`Layer` of native/layer.h."""
 
     _fields_ = (
-        ("before", c_int64),
+        *((name, c_int64) for name in ("before", "codes_before")),
         *(
             (name, c_int32)
             for name in (
@@ -155,7 +156,7 @@ def latent_struct(plan: LatentPlan) -> LatentStruct:
     return struct
 
 
-CACHE_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16}
+CACHE_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, CODES: Kind.INT8}
 """Type of a cache -> the kernels' kind."""
 
 
@@ -397,7 +398,8 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         softcap=plan.softcap,
         window=plan.window,
         chunk=plan.chunk,
-        before=plan.before,
+        before=plan.before(torch.float32),
+        codes_before=plan.before(CODES),
         activation=ActivatorStruct(plan.activation, *plan.activation_numbers),
         scalar=0.0 if plan.scalar == 1.0 else plan.scalar,
         epsilon=plan.epsilon,

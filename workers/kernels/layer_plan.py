@@ -12,6 +12,14 @@ from dovetail.workers.kernels import PackedMatrix, check_matrix, fresh_memory
 from dovetail.workers.kernels.states import ScanPlan, StateRows
 
 LANES = 16  # positions interleaved in a block of keys; capacities are multiples of it
+CODES = torch.int8
+"""Type of keys and values in 8 bits: blocks of 32 codes of a head, each with a scale of 16 bits."""
+
+
+def stored_width(numbers: int, dtype: torch.dtype) -> int:
+    """Return how many items of a cache's type a head of so many numbers takes: codes are followed
+    by the bytes of their scales."""
+    return numbers + 2 * -(-numbers // 32) if dtype == CODES else numbers
 
 
 class NormKind(IntEnum):
@@ -246,22 +254,22 @@ class LayerPlan:
     mixer_gate: PackedMatrix | None = None
     """[heads head_dim, hidden]: the sigmoid of its output scales the result of attention."""
     reads: int | None = None
-    """The layer whose keys and values it reads, located by `cached_before`; None if it has its
+    """The layer whose keys and values it reads, located by `heads_before`; None if it has its
     own."""
     own_input: InputPlan | None = None
     given: int = 0
     """The width of attention's own input, for heads that also read embeddings, in a layer without
     an MLP; 0: it reads the states."""
-    cached_before: int | None = None
-    """Numbers of a row's keys in the layers before this one in a cache; None: those of `index`
+    heads_before: Sequence[tuple[int, int]] | None = None
+    """Key heads and their size of the layers before this one in a cache; None: those of `index`
     layers like this one."""
 
-    @property
-    def before(self) -> int:
-        """Numbers of a row's keys in the layers before this one in a cache."""
-        if self.cached_before is not None:
-            return self.cached_before
-        return self.index * self.kv_heads * self.head_dim
+    def before(self, dtype: torch.dtype) -> int:
+        """Return the items of a row's keys in the layers before this one in a cache of a type."""
+        heads = self.heads_before
+        if heads is None:
+            heads = self.index * [(self.kv_heads, self.head_dim)]
+        return sum(kv_heads * stored_width(head_dim, dtype) for kv_heads, head_dim in heads)
 
     @property
     def matrices(self) -> Sequence[PackedMatrix]:
@@ -303,11 +311,12 @@ class CacheRows:
     its cache."""
 
     keys: Tensor
-    """float32 or float16 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache; if
-    layers' heads differ [numbers of a row, capacity], each laid out as if alone."""
+    """float32, float16 or CODES [layers, kv_heads, capacity / 16, stored_width(head_dim), 16] of
+    the whole cache; if layers' heads differ [items of a row, capacity], each laid out as if
+    alone."""
     values: Tensor
-    """Same type, [layers, kv_heads, capacity, head_dim], or as keys; with latents these are the
-    rows, and there are no keys."""
+    """Same type, [layers, kv_heads, capacity, stored_width(head_dim)], or as keys; with latents
+    these are the rows, and there are no keys."""
     start: int
     count: int
     paths: Any = None
@@ -339,10 +348,10 @@ def new_cache(
     dtype: torch.dtype = torch.float32,
     latent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values for `capacity` slots, rounded up to a whole block. `latent`: keys are
-    empty. Pages are small: the first rows of a prompt are scattered, a few for every head of every
-    layer, so with huge pages nearly the whole cache would have to be backed, up to 6 ms each,
-    within the first pass."""
+    """Return keys and values for `capacity` slots, rounded up to a whole block. `head_dim`: the
+    stored width of a head. `latent`: keys are empty. Pages are small: the first rows of a prompt
+    are scattered, a few for every head of every layer, so with huge pages nearly the whole cache
+    would have to be backed, up to 6 ms each, within the first pass."""
     blocks, key_dim = -(-capacity // LANES), 0 if latent else head_dim
     keys, values = (
         torch.frombuffer(fresh_memory(dtype.itemsize * size, huge=False)[0], dtype=dtype)

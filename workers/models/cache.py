@@ -11,13 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dovetail.workers.kernels.layer_plan import CODES
 from dovetail.workers.models.recurrent import RecurrentStates, session_bytes, token_bytes
 from dovetail.workers.models.segment import SLACK
 
 HALF = torch.float16
 """Type of 16-bit keys and values: three bits more than bfloat16, clamped to 65504."""
 
-CACHE_NAMES = {torch.float32: "fp32", torch.float16: "half", torch.bfloat16: "half"}
+CACHE_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "half",
+    torch.bfloat16: "half",
+    CODES: "q8",
+}
 """The types of keys and values by their names in the setting target.cache."""
 
 

@@ -10,6 +10,7 @@ import torch
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS, cache_of
 from dovetail.workers.kernels import BUILD, Kind
+from dovetail.workers.kernels.layer_plan import CODES
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.sizes import Matrices
 from dovetail.workers.models.backends.staged import Staging
@@ -125,7 +126,8 @@ class Wanted:
     @property
     def cache_type(self) -> torch.dtype:
         """Return the type of keys and values if the kernels compute the model."""
-        return HALF if cache_of(self.cache, self.asked) == "half" else torch.float32
+        types = {"fp32": torch.float32, "half": HALF, "q8": CODES}
+        return types[cache_of(self.cache, self.asked)]
 
     @property
     def rounded(self) -> bool:
@@ -143,8 +145,8 @@ class Wanted:
                 f"{why_not}; leave target.split, target.resident, target.prefill and memory.vram "
                 "out"
             )
-        if self.cache == "half":
-            text = f"target.cache = 'half' needs the C++ kernels, and {why_not}"
+        if self.cache in ("half", "q8"):
+            text = f"target.cache = {self.cache!r} needs the C++ kernels, and {why_not}"
             raise CheckpointError(f"{source}: {text}: leave it out, or use fp32")
 
     def refuse_library(self, source: str, why_not: str) -> None:

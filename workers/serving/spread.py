@@ -221,6 +221,12 @@ def spread_of(
         else None
     )
     reader, reads_from = _reader(settings, threads, device, readings)
+    gpus = [place.name for place in (device, own, reader) if place and not place.is_cpu]
+    if gpus and settings.cache == "q8":
+        raise SettingsError(
+            f"target.cache = 'q8' is for layers on the CPU, but {gpus[0]} computes layers of the "
+            "target or reads its prompts: use half"
+        )
     if own is None and reader is None:
         _refuse_unused(memory)
         return None
@@ -303,7 +309,8 @@ def _reader(
 ) -> tuple[Device | None, int]:
     """Return the device that prefills for layers on the CPU, and its minimum number of prompt rows;
     None if the CPU prefills."""
-    if settings.prefill == "local" or (settings.prefill == "auto" and not device.is_cpu):
+    on_cpu = device.is_cpu and settings.cache != "q8"
+    if settings.prefill == "local" or (settings.prefill == "auto" and not on_cpu):
         return None, 0
     if settings.prefill != "auto":
         return open_device(settings.prefill, threads), 1

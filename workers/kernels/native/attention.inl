@@ -1,7 +1,7 @@
 // Attention over the cache for the rows of several sessions.
 //
-// Keys and values lie in a cache as floats or as halves (K below), which are widened as they are loaded: everything is computed in floats. Of latents a cache has
-// rows alone: all of a row is a key, and its beginning the value of it.
+// Keys and values lie in a cache as floats, halves or codes of 8 bits (K below), which are widened as they are loaded: everything is computed in floats. Of latents
+// a cache has rows alone: all of a row is a key, and its beginning the value of it.
 // A row sees logical positions 0 .. n - 1: the slots of the prefix, then those of its path. Its bytes follow from these alone:
 //   score[p]  = one chain over d of fma(q[d], k[p][d]), times scale, soft-capped
 //   weight[p] = exp(score[p] - largest), summed with lane p mod 16, and then that of the head's sink, which has no value
@@ -49,13 +49,21 @@ struct Desk {
     int64_t stride, padded;
 };
 
+// Codes stand for blocks of BLOCK_OF_CODES numbers of a head, the last of which may be shorter: a number is its code times the scale of its block, which is the upper half
+// of a float, so that the product is exact. Behind a head's codes stand the lower and the upper byte of each scale; in blocks of keys, sixteen of each side by side.
+constexpr int64_t BLOCK_OF_CODES = 32;
+
+// How many K a head of n numbers takes.
+template <class K>
+static inline int64_t stored(int64_t n) { return sizeof(K) == 1 ? n + 2 * ((n + BLOCK_OF_CODES - 1) / BLOCK_OF_CODES) : n; }
+
 // The keys and values of one layer and key head, as if slot 0 were the first.
 template <class K>
 struct Slots {
     const K* keys;    // null: they are the values, which are latents
-    const K* values;  // head_dim from row to row
+    const K* values;  // stored(head_dim) from row to row
 
-    const K* scored() const { return keys ? keys : values; }  // LANES head_dim numbers for sixteen of them
+    const K* scored() const { return keys ? keys : values; }  // LANES stored(head_dim) for sixteen of them
 };
 
 template <class K>
@@ -67,6 +75,7 @@ struct Unit {
     int64_t count, head_dim, value_dim;
     Desk desk;
 
+    int64_t width() const { return stored<K>(head_dim); }
     const Slots<K>& at(int64_t slot) const { return slot < shared ? begin : own; }
     int64_t end_at(int64_t slot, int64_t stop) const { return slot < shared ? smaller(shared, stop) : stop; }  // of the slots that lie side by side
 };
@@ -101,8 +110,82 @@ static inline F16 widen_first(const uint16_t* p, int n) {
     return load_half(t);
 }
 
-static inline void put_number(float* to, float x) { *to = x; }
-static inline void put_number(uint16_t* to, float x) { *to = nearest_half(x); }
+#if defined(DT_AVX512) || defined(DT_AVX2) || defined(DT_SSE) || defined(DT_NEON)
+static inline F16 widen(const int8_t* p) { return to_float(signed_bytes_of((const char*)p)); }
+#else
+static inline F16 widen(const int8_t* p) {
+    F16 r;
+    for (int i = 0; i < LANES; i++) r.v[i] = p[i];
+    return r;
+}
+#endif
+
+static inline F16 widen_first(const int8_t* p, int n) {
+    int8_t t[LANES] = {};
+    memcpy(t, p, (size_t)n);
+    return widen(t);
+}
+
+static inline float scale_from(uint32_t low, uint32_t high) {
+    const uint32_t bits = low << 16 | high << 24;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
+
+// The scale of the block of a row that number d of the head is in.
+static inline F16 scale_of_row(const int8_t* row, int64_t head_dim, int64_t d) {
+    const uint8_t* p = (const uint8_t*)row + head_dim + d / BLOCK_OF_CODES * 2;
+    return set1(scale_from(p[0], p[1]));
+}
+
+// The same of sixteen keys side by side.
+static inline F16 scales_of_keys(const int8_t* keys, int64_t head_dim, int64_t d) {
+    const uint8_t* p = (const uint8_t*)keys + (head_dim + d / BLOCK_OF_CODES * 2) * LANES;
+    alignas(64) float scales[LANES];
+    for (int i = 0; i < LANES; i++) scales[i] = scale_from(p[i], p[LANES + i]);
+    return load(scales);
+}
+
+// `count` numbers of a row as floats, from number `from` on, where a block begins.
+static inline void decode_row(const int8_t* row, int64_t head_dim, int64_t from, int64_t count, float* to) {
+    for (int64_t d = from, left = count; left > 0; d += LANES, left -= LANES) {
+        const F16 codes = left < LANES ? widen_first(row + d, (int)left) : widen(row + d);
+        put(to + d - from, mul(codes, scale_of_row(row, head_dim, d)), left);
+    }
+}
+
+// The n numbers of a head into a cache, in which they are `step` apart.
+static inline void put_head(float* to, int64_t step, const float* x, int64_t n) {
+    for (int64_t d = 0; d < n; d++) to[d * step] = x[d];
+}
+static inline void put_head(uint16_t* to, int64_t step, const float* x, int64_t n) {
+    for (int64_t d = 0; d < n; d++) to[d * step] = nearest_half(x[d]);
+}
+// A scale is a 127th of the largest number of its block, rounded up. A block with a number that is none, or infinite, has no numbers.
+static inline void put_head(int8_t* to, int64_t step, const float* x, int64_t n) {
+    const F16 infinite = set1(__builtin_inff());
+    const auto size = [&](F16 a) { return where_less(abs(a), infinite, abs(a), infinite); };
+    int8_t* scales = to + n * step;
+    for (int64_t d = 0; d < n; d += BLOCK_OF_CODES, scales += 2 * step) {
+        const int64_t count = smaller(BLOCK_OF_CODES, n - d);
+        F16 low = take(x + d, count), high = count > LANES ? take(x + d + LANES, count - LANES) : zero();
+        const float most = largest(max(size(low), size(high)));
+        const bool finite = most < __builtin_inff();
+        const float least = most / 127.0f;
+        uint32_t bits;
+        memcpy(&bits, &least, sizeof bits);
+        bits = finite ? (bits + 0xffff) >> 16 : 0x7fc0;
+        const float scale = scale_from(bits & 255, bits >> 8);
+        alignas(64) int32_t codes[BLOCK_OF_CODES];
+        if (!finite) low = high = zero();
+        const F16 by = set1(finite && most > 0.0f ? scale : 1.0f);
+        store_int(codes, to_int(rint(div(low, by))));
+        store_int(codes + LANES, to_int(rint(div(high, by))));
+        for (int64_t i = 0; i < count; i++) to[(d + i) * step] = (int8_t)codes[i];
+        scales[0] = (int8_t)(bits & 255), scales[step] = (int8_t)(bits >> 8);
+    }
+}
 
 // ---- scores ----
 
@@ -114,12 +197,19 @@ static inline void score_tile(const float* queries, const K* keys, int64_t head_
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int b = 0; b < B; b++) sums[r][b] = zero();
-    const int64_t block = head_dim * LANES;
+    const int64_t block = stored<K>(head_dim) * LANES;
+    [[maybe_unused]] F16 scales[B];
     for (int64_t d = 0; d < head_dim; d++) {
         ahead.fetch(d);
         F16 k[B];
+        if constexpr (sizeof(K) == 1)
+            if (d % BLOCK_OF_CODES == 0)
+                for (int b = 0; b < B; b++) scales[b] = scales_of_keys(keys + b * block, head_dim, d);
 #pragma GCC unroll 8
-        for (int b = 0; b < B; b++) k[b] = widen(keys + b * block + d * LANES);
+        for (int b = 0; b < B; b++) {
+            k[b] = widen(keys + b * block + d * LANES);
+            if constexpr (sizeof(K) == 1) k[b] = mul(k[b], scales[b]);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const F16 q = set1(queries[d * R + r]);
@@ -136,7 +226,7 @@ static inline void score_tile(const float* queries, const K* keys, int64_t head_
 template <int R, class K>
 static inline void score_rows(const float* queries, const K* keys, int64_t head_dim, int64_t blocks, const Ahead& ahead, float* scores, int64_t stride) {
     if (blocks == SCORE_BLOCKS) return score_tile<R, SCORE_BLOCKS>(queries, keys, head_dim, ahead, scores, stride);
-    for (int64_t b = 0; b < blocks; b++) score_tile<R, 1>(queries, keys + b * head_dim * LANES, head_dim, ahead, scores + b * LANES, stride);
+    for (int64_t b = 0; b < blocks; b++) score_tile<R, 1>(queries, keys + b * stored<K>(head_dim) * LANES, head_dim, ahead, scores + b * LANES, stride);
 }
 
 template <int R, class K>
@@ -155,11 +245,33 @@ static void lay_out_queries(const Unit<K>& u) {
     }
 }
 
-// `count` numbers of a cache as floats, for so many tiles: halves are widened where more than one reads them.
-static inline const float* widened(const float* numbers, int64_t, int64_t, float*) { return numbers; }
-static inline const float* widened(const uint16_t* numbers, int64_t count, int64_t tiles, float* panel) {
+// `rows` rows of a head, or of sixteen heads' numbers side by side, as floats: what is not is widened where more than one tile reads it.
+static inline const float* widened(const float* numbers, int64_t, int64_t, int64_t, float*) { return numbers; }
+static inline const float* widened(const uint16_t* numbers, int64_t rows, int64_t width, int64_t tiles, float* panel) {
     if (tiles == 1) return nullptr;
+    const int64_t count = rows * width;
     for (int64_t i = 0; i < count; i += LANES) put(panel + i, i + LANES <= count ? widen(numbers + i) : widen_first(numbers + i, (int)(count - i)), count - i);
+    return panel;
+}
+static inline const float* widened(const int8_t* codes, int64_t rows, int64_t width, int64_t tiles, float* panel) {
+    if (tiles == 1) return nullptr;
+    for (int64_t row = 0; row < rows; row++) decode_row(codes + row * stored<int8_t>(width), width, 0, width, panel + row * width);
+    return panel;
+}
+template <class K>
+static inline const float* widened_keys(const K* keys, int64_t blocks, int64_t head_dim, int64_t tiles, float* panel) {
+    return widened(keys, blocks, head_dim * LANES, tiles, panel);
+}
+static inline const float* widened_keys(const int8_t* keys, int64_t blocks, int64_t head_dim, int64_t tiles, float* panel) {
+    if (tiles == 1) return nullptr;
+    float* to = panel;
+    for (int64_t b = 0; b < blocks; b++, keys += stored<int8_t>(head_dim) * LANES) {
+        F16 scales = zero();
+        for (int64_t d = 0; d < head_dim; d++, to += LANES) {
+            if (d % BLOCK_OF_CODES == 0) scales = scales_of_keys(keys, head_dim, d);
+            store(to, mul(widen(keys + d * LANES), scales));
+        }
+    }
     return panel;
 }
 
@@ -176,15 +288,25 @@ static inline const float* turned(const K* rows, int64_t blocks, int64_t width, 
     }
     return panel;
 }
+static inline const float* turned(const int8_t* rows, int64_t blocks, int64_t width, float* panel) {
+    alignas(64) float part[LANES * BLOCK_OF_CODES];
+    for (int64_t b = 0; b < blocks; b++, rows += LANES * stored<int8_t>(width))
+        for (int64_t d = 0; d < width; d += BLOCK_OF_CODES) {
+            const int64_t count = smaller(BLOCK_OF_CODES, width - d);
+            for (int64_t i = 0; i < LANES; i++) decode_row(rows + i * stored<int8_t>(width), width, d, count, part + i * count);
+            turned((const float*)part, 1, count, panel + (b * width + d) * LANES);
+        }
+    return panel;
+}
 
 // All rows with the blocks from `block` on, as far as they see them.
 template <class K>
 static void score_blocks(const Unit<K>& u, int64_t block, int64_t last, const K* next) {
-    const int64_t panel = u.head_dim * LANES, tiles = (u.count + SCORE_ROWS - 1) / SCORE_ROWS;
+    const int64_t panel = u.width() * LANES, tiles = (u.count + SCORE_ROWS - 1) / SCORE_ROWS;
     const Slots<K>& slots = u.at(block * LANES);
     const K* keys = slots.scored() + block * panel;
     const int64_t all = smaller(SCORE_BLOCKS, last - block);
-    const float* wide = slots.keys ? widened(keys, all * panel, tiles, u.desk.panel) : turned(keys, all, u.head_dim, u.desk.panel);
+    const float* wide = slots.keys ? widened_keys(keys, all, u.head_dim, tiles, u.desk.panel) : turned(keys, all, u.head_dim, u.desk.panel);
     for (int64_t first = 0; first < u.count; first += SCORE_ROWS) {
         const int64_t rows = smaller(SCORE_ROWS, u.count - first);
         int64_t seen = 0;
@@ -211,7 +333,7 @@ static void score_slots(const Unit<K>& u) {
     const int64_t last = (stop + LANES - 1) / LANES;
     for (int64_t block = from / LANES, end; block < last; block = end) {
         end = u.end_at(block * LANES, smaller(block + SCORE_BLOCKS, last) * LANES) / LANES;
-        score_blocks(u, block, end, end < last ? u.at(end * LANES).scored() + end * u.head_dim * LANES : u.at(from).values);
+        score_blocks(u, block, end, end < last ? u.at(end * LANES).scored() + end * u.width() * LANES : u.at(from).values);
     }
 }
 
@@ -258,17 +380,17 @@ static float weigh(const Row& row, float* scores, float scale, float softcap) {
 template <class K>
 struct InOrder {
     const K* values;
-    int64_t stride, width;
+    int64_t head_dim, width;
 
-    const K* at(int64_t p) const { return values + p * stride; }
+    const K* at(int64_t p) const { return values + p * stored<K>(head_dim); }
 };
 template <class K>
 struct OnPath {
     const K* values;
-    int64_t stride, width;
+    int64_t head_dim, width;
     const int32_t* slots;
 
-    const K* at(int64_t p) const { return values + slots[p] * stride; }
+    const K* at(int64_t p) const { return values + slots[p] * stored<K>(head_dim); }
 };
 
 // The weights of some rows, and the sums that they go into.
@@ -288,10 +410,17 @@ static inline void value_tile(const Mix& mix, const Source& source, int64_t n, i
         for (int b = 0; b < B; b++) s[r][b] = load(mix.sums + r * mix.padded + d + b * LANES);
     for (int64_t p = 0; p < n; p++) {
         ahead.fetch(p);
-        const auto* values = source.at(p) + d;
+        const auto* row = source.at(p);
         F16 v[B];
+        [[maybe_unused]] F16 scale;  // of two of these vectors: d is a multiple of BLOCK_OF_CODES but for B = 1
 #pragma GCC unroll 8
-        for (int b = 0; b < B; b++) v[b] = whole ? widen(values + b * LANES) : widen_first(values + b * LANES, left);
+        for (int b = 0; b < B; b++) {
+            v[b] = whole ? widen(row + d + b * LANES) : widen_first(row + d + b * LANES, left);
+            if constexpr (sizeof *row == 1) {
+                if (b % 2 == 0) scale = scale_of_row(row, source.head_dim, d + b * LANES);
+                v[b] = mul(v[b], scale);
+            }
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const F16 w = set1(mix.weights[r * mix.stride + p]);
@@ -335,7 +464,7 @@ template <class K>
 static void sum_values(const Unit<K>& u, int64_t first, int64_t rows, int64_t from, int64_t stop, const Ahead& ahead) {
     for (int64_t end; from < stop; from = end) {
         end = u.end_at(from, stop);
-        value<VALUE_ROWS>(rows, mix_of(u, first, from), InOrder<K>{u.at(from).values + from * u.head_dim, u.head_dim, u.value_dim}, end - from, ahead);
+        value<VALUE_ROWS>(rows, mix_of(u, first, from), InOrder<K>{u.at(from).values + from * u.width(), u.head_dim, u.value_dim}, end - from, ahead);
     }
 }
 
@@ -376,10 +505,10 @@ static void mix_values(const Unit<K>& u) {
     const int64_t count = (u.count + VALUE_ROWS - 1) / VALUE_ROWS;
     for (int64_t p = from, run; p < stop; p = run) {
         run = u.end_at(p, smaller(p + VALUE_RUN, stop));
-        const float* wide = widened(u.at(p).values + p * u.head_dim, (run - p) * u.head_dim, count, u.desk.panel);
-        const K* next = run < stop ? u.at(run).values + run * u.head_dim : u.next;
+        const float* wide = widened(u.at(p).values + p * u.width(), run - p, u.head_dim, count, u.desk.panel);
+        const K* next = run < stop ? u.at(run).values + run * u.width() : u.next;
         for (int64_t first = 0; first < u.count; first += VALUE_ROWS) {
-            const Ahead ahead = share_ahead(next, VALUE_RUN * u.head_dim, VALUE_RUN, first / VALUE_ROWS, count);
+            const Ahead ahead = share_ahead(next, VALUE_RUN * u.width(), VALUE_RUN, first / VALUE_ROWS, count);
             const int64_t rows = smaller(VALUE_ROWS, u.count - first), begin = larger(p, tiles[first].from), end = smaller(run, tiles[first].stop);
             if (wide && begin < end) value<VALUE_ROWS>(rows, mix_of(u, first, begin), InOrder<float>{wide + (begin - p) * u.head_dim, u.head_dim, u.value_dim}, end - begin, ahead);
             else sum_values(u, first, rows, begin, end, ahead);
@@ -424,20 +553,25 @@ static Row row_of(const dovetail::Layer& l, const dovetail::Segment& s, int64_t 
 // Numbers of a row of queries and, where the layer has its own, keys and values.
 static inline int64_t row_width(const dovetail::Layer& l) { return (l.heads + (l.reads || l.latent ? 0 : 2 * l.kv_heads)) * l.head_dim; }
 
+// Where a key head of the layer begins in a row of a cache.
+template <class K>
+static inline int64_t head_begin(const dovetail::Layer& l, int64_t kv_head) { return (sizeof(K) == 1 ? l.codes_before : l.before) + kv_head * stored<K>(l.head_dim); }
+
 // Where slot 0 of a key head of the layer would be in the cache of a session, which begins with slot `shared`.
+template <class K>
 static inline int64_t head_offset(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head) {
-    return (l.before + kv_head * l.head_dim) * s.capacity - s.shared * l.head_dim;
+    return head_begin<K>(l, kv_head) * s.capacity - s.shared * stored<K>(l.head_dim);
 }
 
 // Where the slots of a key head begin, of those that are shared and of the session's own.
 template <class K>
 static inline Slots<K> shared_slots(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head, const K*) {
-    const int64_t at = (l.before + kv_head * l.head_dim) * s.shared_capacity;
+    const int64_t at = head_begin<K>(l, kv_head) * s.shared_capacity;
     return {l.latent ? nullptr : (const K*)s.shared_keys + at, (const K*)s.shared_values + at};
 }
 template <class K>
 static inline Slots<K> own_slots(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head, const K* keys, const K* values) {
-    const int64_t at = head_offset(l, s, kv_head);
+    const int64_t at = head_offset<K>(l, s, kv_head);
     return {l.latent ? nullptr : keys + at, values + at};
 }
 
@@ -445,6 +579,7 @@ static inline Slots<K> own_slots(const dovetail::Layer& l, const dovetail::Segme
 template <class Use>
 static inline void with_numbers(const dovetail::Segment& s, const Use& use) {
     if (s.kind == dovetail::FP16) use((uint16_t*)s.keys, (uint16_t*)s.values);
+    else if (s.kind == dovetail::INT8) use((int8_t*)s.keys, (int8_t*)s.values);
     else use((float*)s.keys, (float*)s.values);
 }
 
@@ -501,7 +636,7 @@ static void attend_range(const Plan& plan, const dovetail::Segment& s, int64_t k
     with_numbers(s, [&](auto* keys, auto* values) {
         using K = std::remove_pointer_t<decltype(keys)>;
         const Slots<K> own = own_slots<K>(l, s, kv_head, keys, values);
-        const K* next = s.shared ? shared_slots<K>(l, s, kv_head + 1, keys).scored() : own.scored() + s.capacity * head_dim;
+        const K* next = s.shared ? shared_slots<K>(l, s, kv_head + 1, keys).scored() : own.scored() + s.capacity * stored<K>(head_dim);
         attend_unit(Unit<K>{shared_slots<K>(l, s, kv_head, keys), own, s.shared, next, rows, count, head_dim, value_dim, desk}, l.scale, l.softcap);
     });
 }

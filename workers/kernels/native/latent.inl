@@ -54,9 +54,10 @@ static void place_latent(const dovetail::Layer& l, const dovetail::Pass& pass, i
     rotate(given + a.rank, l.cosines + position * half, l.sines + position * half, l.rotary_dim);
     const dovetail::Segment* s = pass.segments;
     while (row >= s->first_row + s->count) s++;
-    const int64_t at = head_offset(l, *s, 0) + (s->start + row - s->first_row) * l.head_dim;
+    const int64_t slot = s->start + row - s->first_row;
     with_numbers(*s, [&](auto*, auto* values) {
-        for (int64_t d = 0; d < l.head_dim; d++) put_number(values + at + d, given[d]);
+        using K = std::remove_pointer_t<decltype(values)>;
+        put_head(values + head_offset<K>(l, *s, 0) + slot * stored<K>(l.head_dim), 1, given, l.head_dim);
     });
 }
 

@@ -37,14 +37,8 @@ struct Places {
 template <class K>
 static inline void fetch_places(const Places<K>& to, int64_t head_dim, int64_t rows) {
     constexpr int64_t step = LINE / (int64_t)sizeof(K);
-    for (int64_t d = 0; d < head_dim * LANES; d += step) __builtin_prefetch(to.keys + d, 1, 3);
-    for (int64_t i = 0; i < rows * head_dim; i += step) __builtin_prefetch(to.values + i, 1, 3);
-}
-
-template <class K>
-static inline void write(const Places<K>& to, const float* key, const float* value, int64_t head_dim) {
-    for (int64_t d = 0; d < head_dim; d++) put_number(to.keys + d * LANES, key[d]);
-    for (int64_t d = 0; d < head_dim; d++) put_number(to.values + d, value[d]);
+    for (int64_t d = 0; d < stored<K>(head_dim) * LANES; d += step) __builtin_prefetch(to.keys + d, 1, 3);
+    for (int64_t i = 0; i < rows * stored<K>(head_dim); i += step) __builtin_prefetch(to.values + i, 1, 3);
 }
 
 // The norm, rotation and growth of a query.
@@ -67,7 +61,8 @@ static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, 
         if (l.key_factor != 0.0f) multiply(key, l.key_factor, l.head_dim);
         float* value = key + l.kv_heads * l.head_dim;
         if (l.value_norm.weight) rms_norm(value, l.value_norm.weight, value, l.head_dim, l.epsilon);
-        write(Places<K>{to.keys + i, to.values + i * l.head_dim}, key, value, l.head_dim);
+        put_head(to.keys + i, LANES, key, l.head_dim);
+        put_head(to.values + i * stored<K>(l.head_dim), 1, value, l.head_dim);
     }
 }
 
@@ -95,10 +90,12 @@ static void place(const dovetail::Layer& l, const dovetail::Pass& pass, float* q
         int64_t number = unit % stretches;
         for (; number >= stretch_count(*s); s++) number -= stretch_count(*s);
         const Stretch rows = stretch_of(*s, number);
-        const int64_t kv_head = unit / stretches, at = head_offset(l, *s, kv_head);
+        const int64_t kv_head = unit / stretches;
         with_numbers(*s, [&](auto* keys, auto* values) {
-            const int64_t key = at + rows.slot / LANES * LANES * l.head_dim + rows.slot % LANES, value = at + rows.slot * l.head_dim;
-            place_stretch(l, pass, Places<std::remove_pointer_t<decltype(keys)>>{keys + key, values + value}, rows, kv_head, qkv);
+            using K = std::remove_pointer_t<decltype(keys)>;
+            const int64_t at = head_offset<K>(l, *s, kv_head), width = stored<K>(l.head_dim);
+            const int64_t key = at + rows.slot / LANES * LANES * width + rows.slot % LANES, value = at + rows.slot * width;
+            place_stretch(l, pass, Places<K>{keys + key, values + value}, rows, kv_head, qkv);
         });
     };
     if (dovetail::shards() > 1) each_at_home(stretches * l.kv_heads, place_unit);

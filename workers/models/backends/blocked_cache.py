@@ -10,7 +10,14 @@ from torch import Tensor
 
 from dovetail.workers.kernels import shards
 from dovetail.workers.kernels.layer import slots_of
-from dovetail.workers.kernels.layer_plan import LANES, CacheRows, LayerPlan, SharedRows, new_cache
+from dovetail.workers.kernels.layer_plan import (
+    LANES,
+    CacheRows,
+    LayerPlan,
+    SharedRows,
+    new_cache,
+    stored_width,
+)
 from dovetail.workers.kernels.states import StateRows, StateShape, placed
 from dovetail.workers.models.cache import SlotCache
 from dovetail.workers.models.recurrent import RecurrentStates
@@ -55,7 +62,8 @@ class BlockedCache(SlotCache):
         dtype: torch.dtype = torch.float32,
         latent: bool = False,
     ) -> None:
-        """`dtype`: float32 or float16. `latent`: values are latents, and there are no keys."""
+        """`head_dim`: the stored width of a head. `dtype`: float32, float16 or CODES. `latent`:
+        values are latents, and there are no keys."""
         self.capacity = capacity
         self.length = 0
         heads = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -189,7 +197,7 @@ class MixedCache(BlockedCache):
     def __init__(
         self, heads: Sequence[tuple[int, int]], *, capacity: int, dtype: torch.dtype = torch.float32
     ) -> None:
-        """`heads`: for each layer, the number and size of its key heads."""
+        """`heads`: for each layer, the number and stored width of its key heads."""
         self._heads, self._dtype = heads, dtype
         self.capacity, self.length = capacity, 0
         self.keys, self.values = self._open(with_room(capacity))
@@ -230,6 +238,7 @@ def cache_of(
 ) -> BlockedCache:
     """Return an empty cache of layers with these (key heads, size), and of states. `latent`: the
     heads are latents with a key."""
+    heads = [(kv_heads, stored_width(head_dim, dtype)) for kv_heads, head_dim in heads]
     if len(set(heads)) == 1:
         kv_heads, head_dim = heads[0]
         size = {"layers": len(heads), "kv_heads": kv_heads, "head_dim": head_dim}
@@ -264,13 +273,13 @@ class CacheLayout:
         """Return a layer in its place after the others; `plan.index`: its number in the model."""
         if plan.reads is not None:
             source = self._places[plan.reads]
-            return replace(plan, index=source.index, cached_before=source.cached_before)
+            return replace(plan, index=source.index, heads_before=source.heads_before)
         caching = [other for other in self.plans if other.caches]
         shapes = [other.scan.shape for other in self.plans if other.scan is not None]
         own = replace(
             plan,
             index=len(caching),
-            cached_before=sum(other.kv_heads * other.head_dim for other in caching),
+            heads_before=[(other.kv_heads, other.head_dim) for other in caching],
             scan=None if plan.scan is None else placed(plan.scan, shapes),
         )
         self.plans.append(own)

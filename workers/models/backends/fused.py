@@ -82,8 +82,8 @@ class Kernels:
     def __init__(
         self, model: Any, kind: Kind, *, context: int, cache: torch.dtype = torch.float32
     ) -> None:
-        """`model`: with all numbers but the layers'; `cache`: type of keys and values, fp32 or
-        fp16."""
+        """`model`: with all numbers but the layers'; `cache`: type of keys and values: fp32, fp16
+        or CODES."""
         from dovetail.workers.models.parity.oracle import Oracle  # imports transformers
 
         kernels.set_threads(torch.get_num_threads())
@@ -221,10 +221,11 @@ class Kernels:
 
     @torch.inference_mode()
     def _prove_cache(self) -> None:
-        """`CheckpointError` if keys and values in 16 bits change logits by more than rounding."""
+        """`CheckpointError` if keys and values in fewer bits change logits by more than
+        rounding."""
         by_type = map(self._rows_over, (torch.float32, self._cache))
         exact, found = (self._pass(*rows) for rows in by_type)
-        prove_cache(exact, found, self._layers_kind)
+        prove_cache(exact, found, self._layers_kind, 8 * self._cache.itemsize)
 
     @property
     def _layers_kind(self) -> IntEnum:

@@ -124,7 +124,7 @@ def _filled(numbers: int) -> int:
 
 WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1}
 INT4 = "int4"  # weights that become blocks of 4 bits, with more at both ends
-CACHE_BYTES = {"fp32": 4, "half": 2}  # bytes of keys and values of a type
+CACHE_BYTES = {"fp32": 4, "half": 2, "q8": 1}  # bytes of keys and values, without scales
 TREE_ROWS = 289  # rows of a pass that may have logits: 288 nodes of a tree, and the root
 MOST = 1 << 24  # an upper bound of numbers in a config.json, far above all known models
 
@@ -315,7 +315,7 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         head=matrix_bytes(weights, vocabulary, hidden, end=True) + 2 * hidden * NUMBER_BYTES,
         embedding=table + _own_inputs_bytes(config, weights, stored),
         tied=table if config.get("tie_word_embeddings") and weights != "int8" else 0,
-        row=average(mixer.cached * CACHE_BYTES[cache], states.token_bytes),
+        row=average(cached_bytes(mixer.cached, cache, mixer.width), states.token_bytes),
         context=int(
             config.get(LONGEST) or scaled_positions(config, number("max_position_embeddings"))
         ),
@@ -328,15 +328,23 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         states=average(0, states.session_bytes(TREE_ROWS)),
         unrounded=mixer.unrounded,
         wider=wide - wide_mean + wider,
-        lent=2 * shared.lent * CACHE_BYTES[cache],
+        lent=cached_bytes(2 * shared.lent, cache, mixer.width),
         inputs=layers * own_width * NUMBER_BYTES,
     )
+
+
+def cached_bytes(numbers: int, cache: str, width: int) -> int:
+    """Return the bytes of so many numbers of keys and values in heads of a width: in q8 each block
+    of 32 numbers of a head has a scale of 2 bytes."""
+    scales = -(-numbers // width) * -(-width // 32) if cache == "q8" else 0
+    return numbers * CACHE_BYTES[cache] + 2 * scales
 
 
 @dataclass(frozen=True)
 class _Mixer:
     matrices: Sequence[int]  # bytes of each
     cached: int  # numbers of a row in a cache
+    width: int  # numbers of one of its heads
     inner: int  # numbers that a row takes within it
     unrounded: int = 0
 
@@ -350,7 +358,7 @@ def _heads(
         matrix_bytes(weights, n, k) for n, k in ((rows, hidden), (hidden, heads * head_dim))
     ]
     cached = 2 * _cached(config, kv_heads, head_dim)
-    return _Mixer(matrices, cached, 2 * rows + heads * head_dim)
+    return _Mixer(matrices, cached, head_dim, 2 * rows + heads * head_dim)
 
 
 def _latents(config: Mapping[str, Any], weights: str, stored: int) -> _Mixer:
@@ -367,6 +375,7 @@ def _latents(config: Mapping[str, Any], weights: str, stored: int) -> _Mixer:
     up = matrix_bytes(exact, heads * (plain + value_dim), rank)
     return _Mixer(
         [*(matrix_bytes(weights, n, k) for n, k in shapes), up],
+        width,
         width,
         first + width + 2 * queries + heads * (width + rank + value_dim),
         up - matrix_bytes(weights, heads * (plain + value_dim), rank),

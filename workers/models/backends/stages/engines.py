@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dovetail.protocol.errors import SettingsError
 from dovetail.workers.devices.base import Capture, Transfer
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
-from dovetail.workers.kernels.layer_plan import LANES, LayerPlan
+from dovetail.workers.kernels.layer_plan import CODES, LANES, LayerPlan
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, by_torch
 from dovetail.workers.models.backends.blob import ROUTER, Blob, Lying, Matrix, plan_at, unpack
@@ -232,7 +233,10 @@ class TorchEngine:
         return _TorchReady(plan, blob, self)
 
     def expect(self, dtype: torch.dtype) -> None:
-        """Choose the attention over 16-bit keys and values before a capture."""
+        """Choose the attention over 16-bit keys and values before a capture. `SettingsError` for
+        codes."""
+        if dtype == CODES:
+            raise SettingsError(f"no keys and values in 8 bits on {self.device}: use half")
         if self.products is not None and self._masks and dtype == HALF:
             self.products.owner(CONTEST)
 
