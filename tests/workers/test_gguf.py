@@ -30,7 +30,7 @@ from dovetail.workers.models.checkpoints.gguf.files import read_model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.rows import InFile, Pile, Rows, unpacked
 from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder, resolved, view_of
-from dovetail.workers.models.checkpoints.gguf.vocabulary import SPLITTINGS, read_vocabulary
+from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
@@ -262,29 +262,6 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 EVERYDAY = ("gpt2", "gpt_oss", "gemma3_text", "qwen3_next")
 """Families that between them take every way of arranging rows, norms and experts."""
-SPLIT_TEXT = "We'LL see CamelCase  12345 (été) ना_x!\n\n y"
-WORDS = {
-    "We|'|LL| see| CamelCase| | 12345| (|été|)| न|ा_|x|!|\n\n| y": (
-        "gpt-2 phi-2 mpt olmo jais trillion granite-docling mellum gigachat a.x-4.0 modern-bert"
-    ),
-    "We|'|LL| see| CamelCase|  |1|2|3|4|5| (|été|)| न|ा_|x|!|\n\n| y": (
-        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"
-    ),
-    "We|'LL| see| CamelCase| | |123|45| (|été|)| न|ा_|x|!\n\n| y": (
-        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4"
-    ),
-    "We|'LL| see| CamelCase| | |1|2|3|4|5| (|été|)| न|ा_|x|!\n\n| y": (
-        "qwen2 deepseek-r1-qwen stablelm2 hunyuan solar-open megrez"
-    ),
-    "We|'LL| see| CamelCase| | |1|2|3|4|5| (|été|)| ना|_x|!\n\n| y": "qwen35",
-    "We|'LL| see| CamelCase|  |123|45| (|été|)| ना|_x|!\n\n| y": "deepseek-v3 hunyuan-dense",
-    "We|'|LL| see| CamelCase|  |12345| (|é|t|é|)| |ना|_|x|!|\n|\n| y": "deepseek-llm",
-    "We|'|LL| see| CamelCase|  |1|2|3|4|5| (|été|)| |न|ा|_|x|!|\n|\n| y": "deepseek-coder",
-    "We|'|LL| see| CamelCase| | |123|45| |(|été|)| न|ा|_|x|!|\n\n| y": "falcon",
-    "We|'LL| see| Camel|Case| | |1|2|3|4|5| (|été|)| ना|_x|!\n\n| y": "tekken",
-    "We'LL| see| Camel|Case| | |123|45| (|été|)| ना|_x|!\n\n| y": "gpt-4o llama4",
-}
-"""The words that a text is split into, between bars, and the splittings that do so."""
 BLOCKS_EVERYDAY = ("llama", "gpt2", "gemma2", "gpt_oss", "qwen3_next", "granitemoehybrid dense")
 
 
@@ -958,17 +935,6 @@ def test_a_file_that_is_damaged_before_its_rows_are_read_is_refused(
     head = skeleton.model.model.layers[1].mlp.down_proj
     with pytest.raises(CheckpointError, match="was changed while it was loaded"):
         pack(Kind.BLOCKS, [head])
-
-
-def test_every_splitting_gives_the_words_of_its_family() -> None:
-    from tokenizers import Regex, pre_tokenizers
-
-    found = {}
-    for name, splitting in SPLITTINGS.items():
-        splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in splitting.expressions]
-        words = pre_tokenizers.Sequence(splits).pre_tokenize_str(SPLIT_TEXT)
-        found[name] = "|".join(word for word, _ in words)
-    assert found == {name: words for words, names in WORDS.items() for name in names.split()}
 
 
 def mutations() -> st.SearchStrategy[list[tuple[int, int, int]]]:

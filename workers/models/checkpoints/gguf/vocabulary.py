@@ -1,8 +1,7 @@
 """The tokenizer.json of a GGUF file's vocabulary: `gpt2`, byte-level with merges; `llama`,
 SentencePiece with scores; `gemma4`, a mix. Byte-level ones split a text into words by
-`tokenizer.ggml.pre` (llama.cpp's `llama-vocab.cpp`), with expressions of the family's
-tokenizer.json, applied in order. Other kinds and unknown ways of splitting are refused, since a
-wrong expression gives wrong tokens silently."""
+`tokenizer.ggml.pre` (`splittings.py`). Other kinds, unknown ways of splitting and keys that change
+a text in ways that are not known here are refused, since wrong tokens are silent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,107 +11,26 @@ import numpy as np
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.gguf.files import Model
-
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_MARKS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LATIN = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
-    "ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ"
-    "\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+from dovetail.workers.models.checkpoints.gguf.splittings import (
+    DEFAULT,
+    ENCODERS,
+    LETTERS,
+    SPLITTINGS,
 )
-
-
-def _words(digits: str, *, endings: str = _ENDINGS) -> str:
-    """The expression of Llama 3 and similar models, which differ in how many digits are grouped."""
-    return (
-        rf"{endings}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|"
-        rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-    )
-
-
-def _cased(digits: str, ending: str) -> str:
-    """The expression of GPT-4o and similar models, in which a capital begins a word."""
-    return "|".join(
-        (
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}",
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}",
-            digits,
-            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-            _SPACES,
-        )
-    )
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """A way of splitting a text into words before tokenization."""
-
-    expressions: Sequence[str]
-    ignore_merges: bool = False  # a word that is a token is not split
-    composed: bool = False  # the text is brought into Unicode's composed form (NFC) first
-    begins: bool = False  # by default a text begins with the begin token
-
-
-_PLAIN = Splitting((_GPT2,))
-_DIGITS = Splitting((r"\p{N}", _GPT2))
-_LLAMA3 = Splitting((_words(r"\p{N}{1,3}"),), ignore_merges=True, begins=True)
-_CL100K = Splitting((_words(r"\p{N}{1,3}"),))
-_QWEN2 = Splitting((_words(r"\p{N}"),))
-_QWEN35 = Splitting(
-    (
-        rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
-        rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
-    )
-)
-_DEEPSEEK3 = Splitting(
-    (
-        r"\p{N}{1,3}",
-        "[一-龥\u3040-ゟ゠-ヿ]+",
-        rf"{_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+|"
-        rf" ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
-    )
-)
-_GPT4O = Splitting((_cased(r"\p{N}{1,3}", rf"{_ENDINGS}?"),))
-SPLITTINGS: Mapping[str, Splitting] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _PLAIN),
-    **dict.fromkeys(("granite-docling", "mellum", "gigachat", "a.x-4.0", "modern-bert"), _PLAIN),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell"), _DIGITS),
-    **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), _DIGITS),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"), _LLAMA3),
-    **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _CL100K),
-    "glm4": Splitting(_CL100K.expressions, ignore_merges=True),
-    "qwen2": Splitting(_QWEN2.expressions, composed=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "hunyuan", "solar-open", "megrez"), _QWEN2),
-    "qwen35": _QWEN35,
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
-    "deepseek-llm": Splitting(
-        (
-            r"[\r\n]",
-            rf"\s?[{_LATIN}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+$",
-            "[一-龥ࠀ-一가-퟿]+",
-            r"\p{N}+",
-        )
-    ),
-    "deepseek-coder": Splitting(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
-    ),
-    "falcon": Splitting((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    "tekken": Splitting((_cased(r"\p{N}", ""),), ignore_merges=True, begins=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
-}
-
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4  # types of tokens that matter here
 SPACE = "▁"
 INSTEAD = "use the model's folder of safetensors, or a file with a known tokenizer"
 ENDS = ("eos", "eot", "eom")
+CHANGING = {
+    "add_eos_token": "it ends every text with an end token",
+    "add_sep_token": "it ends every text with a separator",
+    "remove_extra_whitespaces": "it drops spaces of a text",
+    "normalizer.lowercase": "it lowers a text's letters",
+    "normalizer.strip_accents": "it drops a text's accents",
+}
+"""Keys that change a text or its tokens in a way that is not computed here, if they are true."""
 FILLED = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -212,6 +130,8 @@ class _Facts:
 def read_vocabulary(model: Model) -> Vocabulary:
     """Return the tokenizer of a model; `CheckpointError` for one that is not known here."""
     facts = _Facts(model)
+    if facts.kind == "gpt2" and facts.get("pre") in LETTERS:
+        facts.kind = "gemma4"
     makers = {"gpt2": _byte_level, "llama": _sentence_pieces, "gemma4": _raw_pairs}
     if facts.kind not in makers:
         raise facts.refusal(f"{PREFIX}model is {facts.kind[:50]!r}, not one of {', '.join(makers)}")
@@ -220,8 +140,11 @@ def read_vocabulary(model: Model) -> Vocabulary:
     begin, ends = facts.id("bos"), _ends(facts)
     facts.types = _with_control(facts, ends)
     parts, begins = makers[facts.kind](facts)
-    if facts.flag("add_eos_token", False):
-        raise facts.refusal("it ends every text with an end token (add_eos_token)")
+    for name, why in CHANGING.items():
+        if facts.flag(name, False):
+            raise facts.refusal(f"{why} ({PREFIX}{name} is true)")
+    if len(facts.get("precompiled_charsmap", ())):
+        raise facts.refusal(f"it replaces letters of a text ({PREFIX}precompiled_charsmap)")
     content = {
         "version": "1.0",
         "truncation": None,
@@ -229,18 +152,19 @@ def read_vocabulary(model: Model) -> Vocabulary:
         "added_tokens": _added(facts),
         **parts,
     }
-    begun = facts.flag("add_bos_token", begins) or facts.kind == "gemma4"  # for any value
+    always = facts.kind == "gemma4" and begins
+    begun = facts.flag("add_bos_token", begins) or always
     content["post_processor"] = _template(facts.tokens, begin if begun else None)
     return Vocabulary(content, begin, ends)
 
 
 def _byte_level(facts: _Facts) -> tuple[dict[str, Any], bool]:
     """GPT-2's kind: letters stand for bytes, and words come from an expression."""
-    name = facts.get("pre")
-    if not isinstance(name, str) or name not in SPLITTINGS:
-        said = "is missing" if name is None else f"is {str(name)[:50]!r}"
-        raise facts.refusal(f"{PREFIX}pre, the way of splitting words, {said} and not known here")
-    splitting: Splitting = SPLITTINGS[name]
+    name = str(facts.get("pre", ""))
+    if name and name not in SPLITTINGS:
+        why = "that of an encoder" if name in ENCODERS else "not known here"
+        raise facts.refusal(f"{PREFIX}pre, the way of splitting words, is {name[:50]!r}, {why}")
+    splitting = SPLITTINGS[name] if name else DEFAULT  # as in llama.cpp
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     splits = [_split(expression) for expression in splitting.expressions]
     return {
@@ -257,8 +181,6 @@ def _byte_level(facts: _Facts) -> tuple[dict[str, Any], bool]:
 def _sentence_pieces(facts: _Facts) -> tuple[dict[str, Any], bool]:
     """SentencePiece's kind: pieces with scores, a sign for a space, bytes for unknown letters."""
     prefixed = facts.flag("add_space_prefix", True)
-    if facts.flag("remove_extra_whitespaces", False):
-        raise facts.refusal("it drops spaces of a text (remove_extra_whitespaces)")
     signs = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     begun = [{"type": "Prepend", "prepend": SPACE}, *signs] if prefixed else signs
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
@@ -274,13 +196,14 @@ def _sentence_pieces(facts: _Facts) -> tuple[dict[str, Any], bool]:
 
 
 def _raw_pairs(facts: _Facts) -> tuple[dict[str, Any], bool]:
-    """Gemma 4's kind: merges over letters, with a sign for a space and lines apart."""
+    """Gemma 4's kind: merges over letters, with a sign for a space and lines apart. Where a text
+    begins with a token, it does so for any `add_bos_token`."""
     return {
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
         "pre_tokenizer": _split(r"[^\n]+|[\n]+"),
         "decoder": _spaced_decoder([]),
         "model": _pairs_model(facts, facts.merges(), bytes_for_rest=True),
-    }, True
+    }, facts.get("model") == "gemma4" or LETTERS[facts.get("pre")]
 
 
 def _pairs_model(
