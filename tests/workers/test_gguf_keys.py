@@ -146,6 +146,77 @@ def test_only_control_tokens_end_a_reply_by_their_text(tmp_path: Path, kind: int
     assert [one["id"] for one in added if one["special"]] == ([31] if kind == 1 else [])
 
 
+NEUTRAL: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.sliding_window": 0,
+    "logit_scale": 1.0,
+    "rope.scale_linear": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.dimension_sections": [0, 0, 0, 0],
+    "pooling_type": 0,
+    "expert_count": 0,
+    "expert_weights_scale": 1.0,
+    "use_parallel_residual": False,
+    "rope.freq_base_swa": 10000.0,
+}
+
+
+def test_keys_at_neutral_values_are_taken(tmp_path: Path) -> None:
+    plain = config_of(tmp_path / "plain", "qwen2", {"rope.freq_base": 10000.0})
+    assert config_of(tmp_path / "more", "qwen2", {"rope.freq_base": 10000.0, **NEUTRAL}) == plain
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("attention.causal", False), ("logit_scale", 0.5), ("pooling_type", 3)),
+        *(("attention.sliding_window", 4096), ("expert_weights_scale", 2.5)),
+        *(("rope.freq_base_swa", 5000.0), ("rope.dimension_sections", [8, 8, 0, 0])),
+    ],
+)
+def test_a_key_that_changes_the_function_is_refused_with_its_value(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    words = rf"model\.gguf.*key qwen2\.{re.escape(key)} is {re.escape(str(value)[:2])}"
+    with pytest.raises(CheckpointError, match=words):
+        config_of(tmp_path, "qwen2", {key: value})
+
+
+@pytest.mark.parametrize(("kind", "value"), [("phi", True), ("cohere2", True), ("llama", False)])
+def test_the_order_of_attention_and_mlp_must_be_that_of_the_architecture(
+    tmp_path: Path, kind: str, value: bool
+) -> None:
+    config_of(tmp_path / "same", kind, {"use_parallel_residual": value})
+    with pytest.raises(CheckpointError, match="use_parallel_residual is not known"):
+        config_of(tmp_path / "other", kind, {"use_parallel_residual": not value})
+
+
+def test_the_old_name_of_a_linear_scaling_is_read(tmp_path: Path) -> None:
+    found = config_of(tmp_path, "llama", {"rope.scale_linear": 8.0})["rope_parameters"]
+    assert (found["rope_type"], found["factor"]) == ("linear", 8.0)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        *((27, "I64"), (41, "Q1_0"), (42, "Q2_0"), (139, "IQ4_K"), (146, "IQ4_KSS")),
+        *((157, "IQ2_KL"), (212, "Q4_K_R4"), (338, "IQ3_K_R4"), (32, "Q4_0_4_8"), (36, "I2_S")),
+    ],
+)
+def test_a_type_that_is_not_read_is_refused_by_its_name(
+    tmp_path: Path, number: int, name: str
+) -> None:
+    config_of(tmp_path, "llama", {})
+    file, tensor = tmp_path / "model.gguf", b"blk.0.ffn_down.weight"
+    content = bytearray(file.read_bytes())
+    place = content.index(tensor) + len(tensor) + 4 + 2 * 8  # dimensions, of 32 and 64 bits
+    content[place : place + 4] = struct.pack("<I", number)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"ffn_down\.weight is of type {name}\b"):
+        view_of(file)
+
+
 @pytest.mark.parametrize(
     ("kind", "key"),
     [

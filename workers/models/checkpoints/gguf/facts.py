@@ -12,6 +12,38 @@ from dovetail.workers.models.checkpoints.gguf.files import Model, Place
 
 HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
 """Keys that do not change what a model computes."""
+_NEUTRAL: Mapping[tuple[float, ...], str] = {
+    (0,): "attention.scale attention.clamp_kqv attention.max_alibi_bias attn_logit_softcapping "
+    "router_logit_softcapping final_logit_softcapping attention.temperature_scale pooling_type "
+    "attention.sliding_window attention.shared_kv_layers attention.indexer.top_k swin_norm "
+    "rope.dimension_sections embedding_length_out embedding_length_per_layer_input num_loops "
+    "n_deepstack_layers token_shift_count rescale_every_n_layers hash_layer_count "
+    "activation_sparsity_scale swiglu_clamp_exp swiglu_clamp_shexp leading_dense_block_count "
+    "expert_count expert_used_count expert_shared_count expert_gating_func experts_per_group "
+    "expert_feed_forward_length expert_shared_feed_forward_length expert_latent_length "
+    "expert_chunk_feed_forward_length moe_latent_size moe_every_n_layers ssm.conv_kernel "
+    "ssm.inner_size ssm.state_size ssm.time_step_rank ssm.group_count ssm.dt_b_c_rms "
+    "rope.scaling.yarn_log_multiplier",
+    (1,): "attention.causal attention.value_scale attention.output_scale logit_scale "
+    "rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_slow",
+    (0, 1): "residual_scale embedding_scale rope.scaling.alpha expert_weights_scale "
+    "expert_group_count expert_group_used_count interleave_moe_layer_step",
+    (-1, 0, 1): "rope.scaling.yarn_ext_factor",
+    (32,): "rope.scaling.yarn_beta_fast",
+}
+NEUTRAL = {key: values for values, keys in _NEUTRAL.items() for key in keys.split()}
+"""Keys -> the values with which they change nothing, in an architecture that does not read them."""
+EQUAL = {
+    "embedding_length_out": "embedding_length",
+    "attention.key_length_swa": "attention.key_length",
+    "attention.value_length_swa": "attention.value_length",
+    "rope.dimension_count_swa": "rope.dimension_count",
+    "rope.freq_base_swa": "rope.freq_base",
+    "attention.layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+    "attention.layer_norm_rms_epsilon": "attention.layer_norm_epsilon",
+}
+"""Keys that change nothing if their value is that of another key."""
+PARALLEL = ("phi2", "cohere2")  # attention and MLP read the same, and llama.cpp asks no key
 LARGEST = 1 << 32  # the largest whole number in a file's architecture, which has 32 bits
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"
@@ -134,8 +166,11 @@ class Facts:
     def refuse_more(self) -> None:
         """`CheckpointError` naming an unread key, or unused factors of the rotation."""
         for key in self._keys():
-            if key not in self._asked:
-                raise self.refusal(f"key {self._prefix}{key} is not known for this architecture")
+            if key in self._asked or self._is_neutral(key):
+                continue
+            value = str(self.model.facts[self._prefix + key])[:50]
+            why = f"is {value}, which is" if key in NEUTRAL or key in EQUAL else "is"
+            raise self.refusal(f"key {self._prefix}{key} {why} not known for this architecture")
         for name in sorted(NOT_READ & self.tensors.keys() - self._needed):
             raise self.refusal(f"tensor {name} is not known for this architecture here")
 
@@ -144,6 +179,16 @@ class Facts:
         return CheckpointError(
             f"{self.model.file} (architecture {self.architecture}): {why}; use another file of "
             "this model, or its folder of safetensors"
+        )
+
+    def _is_neutral(self, key: str) -> bool:
+        if key == "use_parallel_residual":
+            return self.model.facts[self._prefix + key] is (self.architecture in PARALLEL)
+        value = self.model.facts[self._prefix + key]
+        values = value.tolist() if isinstance(value, np.ndarray) else [value]
+        same = self.model.facts.get(self._prefix + EQUAL[key]) if key in EQUAL else None
+        return all(one in NEUTRAL.get(key, ()) for one in values) or (
+            not isinstance(same, np.ndarray | None) and values == [same]
         )
 
     def _get(self, key: str, default: Any) -> Any:

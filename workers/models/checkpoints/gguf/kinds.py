@@ -59,6 +59,25 @@ KINDS = {
     BF16: NumberKind("BF16", 1, 2),
     MXFP4: NumberKind("MXFP4", 32, 17),
 }
+IK_LLAMA = {
+    36: "I2_S",
+    97: "Q8_0_X4 Q8_1_X4 Q8_2_X4",
+    133: "Q6_0 IQ1_BN IQ2_BN Q8_K64 IQ2_K IQ3_K IQ4_K IQ5_K IQ6_K IQ2_TN IQ1_TN IQ4_KS IQ2_KS "
+    "IQ4_KSS Q8_K16 Q8_K32 Q8_KR8 Q8_K128 Q8_KV IQ5_KS IQ2_KT IQ3_KT IQ4_KT IQ3_KS IQ2_KL IQ1_KT",
+    202: "Q4_0_R8",
+    206: "Q5_0_R4",
+    208: "Q8_0_R8",
+    210: "Q2_K_R4 Q3_K_R4 Q4_K_R4 Q5_K_R4 Q6_K_R4",
+    216: "IQ2_XXS_R4 IQ2_XS_R4 IQ3_XXS_R4 IQ1_S_R4 IQ4_NL_R4 IQ3_S_R4 IQ2_S_R4 IQ4_XS_R8",
+    229: "IQ1_M_R4 BF16_R16",
+    233: "Q6_0_R4",
+    335: "IQ2_BN_R4",
+    337: "IQ2_K_R4 IQ3_K_R4 IQ4_K_R4 IQ5_K_R4",
+    344: "IQ4_KS_R4",
+    352: "IQ5_KS_R4",
+    397: "Q8_K_R16 Q8_KV_R8 Q8_K_R8",
+}
+"""The first number of a run of ik_llama.cpp's own types -> their names."""
 UNREAD = {
     9: "Q8_1",
     15: "Q8_K",
@@ -77,8 +96,24 @@ UNREAD = {
     34: "TQ1_0",
     35: "TQ2_0",
     40: "NVFP4",
+    41: "Q1_0",
+    42: "Q2_0",
+    **{
+        number: name
+        for first, names in (
+            (4, "Q4_2 Q4_3"),
+            (31, "Q4_0_4_4 Q4_0_4_8 Q4_0_8_8"),
+            (37, "IQ4_NL_4_8 IQ4_NL_8_8"),
+        )
+        for number, name in enumerate(names.split(), first)
+    },
+    **{
+        number: f"{name} (ik_llama.cpp's)"
+        for first, names in IK_LLAMA.items()
+        for number, name in enumerate(names.split(), first)
+    },
 }
-"""Types that ggml has and that are not read here."""
+"""Types that ggml and ik_llama.cpp have and that are not read here."""
 STORED = {F16: "F16", BF16: "BF16", MXFP4: "BF16"}
 """safetensors' name of the smallest type that has every number of a kind; of others F32."""
 

@@ -130,7 +130,7 @@ class _Facts:
 def read_vocabulary(model: Model) -> Vocabulary:
     """Return the tokenizer of a model; `CheckpointError` for one that is not known here."""
     facts = _Facts(model)
-    if facts.kind == "gpt2" and facts.get("pre") in LETTERS:
+    if facts.kind == "gpt2" and str(facts.get("pre")) in LETTERS:
         facts.kind = "gemma4"
     makers = {"gpt2": _byte_level, "llama": _sentence_pieces, "gemma4": _raw_pairs}
     if facts.kind not in makers:

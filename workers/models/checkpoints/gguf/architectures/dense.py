@@ -93,18 +93,23 @@ def rotation(facts: Facts, head: int) -> Configuration:
         raise facts.refusal(f"it rotates {rotated} numbers of a head of {head}, not all")
     if facts.architecture in ROTATED_IN_PART:  # for some, transformers has its own share
         found["partial_rotary_factor"] = rotated / head
-    unsaid = "linear" if facts.real("rope.scaling.factor", 1.0) != 1.0 else "none"
+    factor = facts.real("rope.scaling.factor", facts.real("rope.scale_linear", 1.0) or 1.0)
+    unsaid = "linear" if factor != 1.0 else "none"
     kind = facts.text("rope.scaling.type", unsaid)
     if kind == "none":  # Hunyuan's, whose scaling is in its base
         facts.whole("rope.scaling.original_context_length", 0)
-        if (factor := facts.real("rope.scaling.factor", 1.0)) != 1.0:
+        if factor != 1.0:
             raise facts.refusal(f"it scales its rotation by {factor} without a method")
     if "rope_freqs.weight" in facts.tensors:
         if kind != "none":
             raise facts.refusal(f"it has both rope_freqs and a scaling of kind {kind}")
         return {**found, **factors_of(facts, "rope_freqs.weight", "rope_freqs.weight")}
     if kind == "linear":
-        return {**found, "rope_type": "linear", "factor": facts.positive("rope.scaling.factor")}
+        return {
+            **found,
+            "rope_type": "linear",
+            "factor": facts.positive("rope.scaling.factor", factor),
+        }
     if kind == "yarn":
         return {**found, **_yarn(facts)}
     if kind not in ("none", "longrope"):
