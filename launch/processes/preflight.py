@@ -148,11 +148,12 @@ def check_whole(source: str) -> None:
     """Raise `CheckpointError` if a local model is damaged or cannot be decoded, as far as its files
     show without reading the weights."""
     # imports torch (seconds), only for a refusal
-    from dovetail.workers.models.checkpoints import checkpoint, hub, tokenizer
+    from dovetail.workers.models.checkpoints import checkpoint, choices, hub, tokenizer
 
     if (folder := hub.local_folder(source)) is not None:
         checkpoint.stored_tensors(folder)
         tokenizer.read_tokenizer(folder)
+        choices.suppressed_in(folder, ())
 
 
 def check_source(role: str, source: str, *, pickled: bool = False) -> None:

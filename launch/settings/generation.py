@@ -16,6 +16,7 @@ TAKEN = {
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
 }
 """Names in the file -> names of the settings."""
 
@@ -71,7 +72,7 @@ def _defaults(file: Path) -> Iterator[tuple[str, Any]]:
         content = {"temperature": 1.0, **content}
     for theirs, ours in TAKEN.items():
         value = content.get(theirs)
-        if value is not None and (sampled is not False or theirs == "max_new_tokens"):
+        if value is not None and (sampled is not False or theirs.endswith("new_tokens")):
             yield ours, value
 
 

@@ -431,6 +431,11 @@ def test_a_targets_sampling_defaults_are_those_of_requests(
     assert bool(words) == (expected != (0.0, 1.0, 0, 512))
 
 
+def test_the_fewest_tokens_of_a_reply_are_the_targets(tmp_path: Path) -> None:
+    found, _ = with_generation_config(configured(tmp_path, {"min_new_tokens": 5}))
+    assert found.settings.sampling.min_tokens == 5
+
+
 def test_what_the_user_says_stays_and_what_is_taken_over_is_told(tmp_path: Path) -> None:
     content = {"do_sample": True, "temperature": 0.6, "top_k": 20}
     asked = configured(tmp_path, content, sampling__temperature="0")

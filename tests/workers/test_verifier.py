@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.memory import Room
@@ -163,6 +164,36 @@ def test_without_trees_it_decodes_plainly(
     for round in range(1, LENGTH):
         append(log, TokenTree(), verify(verifier, item_for(log, round, TokenTree())))
     assert log[len(PROMPT) :] == expected[sampling]
+
+
+def test_suppressed_tokens_never_come_with_or_without_trees(
+    llama_folder: Path, expected: dict[Sampling, list[int]]
+) -> None:
+    """As in transformers, whose reply is the oracle."""
+    model = load_language_model(str(llama_folder), weights="fp32", device="cpu")
+    never = sorted({*expected[GREEDY][:4]})
+    model.suppressed = (*never, VOCABULARY + 9)
+    plain = AutoModelForCausalLM.from_pretrained(llama_folder).generate(
+        torch.tensor([PROMPT]),
+        do_sample=False,
+        max_new_tokens=LENGTH,
+        eos_token_id=VOCABULARY,
+        suppress_tokens=never,
+    )
+    truths: dict[Sampling, list[int]] = {GREEDY: plain[0].tolist()}
+    for sampling, trees in ((GREEDY, True), (WARM, False), (WARM, True)):
+        verifier, rng, round = new_verifier(model), random.Random(3), 0
+        log = open_session(verifier, sampling=sampling)
+        while len(log) < len(PROMPT) + LENGTH:
+            round += 1
+            future = truths[sampling][len(log) :] if trees else []
+            tree = guessed_tree(rng, future) if trees else TokenTree()
+            append(log, tree, verify(verifier, item_for(log, round, tree)))
+        assert (
+            log[: len(PROMPT) + LENGTH]
+            == truths.setdefault(sampling, log[:])[: len(PROMPT) + LENGTH]
+        )
+        assert not {*log[len(PROMPT) :]} & {*never}
 
 
 def test_every_processor_that_looks_back_changes_the_reply_of_the_test(

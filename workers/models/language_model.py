@@ -77,6 +77,7 @@ class LanguageModel:
         self.hidden_size: int = model.config.hidden_size
         self.layers = int(model.config.num_hidden_layers)
         self.end: tuple[int, ...] = checkpoint.vocabulary.end
+        self.suppressed: tuple[int, ...] = ()  # ids that a target never chooses
         self.context = context_of(model.config)
 
     @property

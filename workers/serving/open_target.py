@@ -4,6 +4,7 @@ several."""
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 from dovetail.protocol.calibration import Calibration, ExpertCosts
@@ -18,6 +19,7 @@ from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels.shards import Shard
 from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.backends.stages.stage import StagedCache
+from dovetail.workers.models.checkpoints.choices import suppressed_in
 from dovetail.workers.models.checkpoints.quantised.searched import SEARCH
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -84,6 +86,7 @@ def open_target_worker(
         activations=settings.activations,
         context=settings.longest,
     )
+    model.suppressed = suppressed_in(model.checkpoint.folder, model.end)
     tell_proof(model.proved, name)
     tell_shards(model, name)
     if spread is not None:
@@ -161,6 +164,8 @@ def _fingerprint(
     others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
     if settings.weights == "int4":
         family = f"{family}+{SEARCH}"
+    if model.suppressed:
+        family = f"{family}+mask{sha256(repr(model.suppressed).encode()).hexdigest()[:8]}"
     return Fingerprint(
         checkpoint=model.checkpoint_digest,
         weights=model.weights if settings.weights in ("file", "int4") else settings.weights,

@@ -179,9 +179,18 @@ class Opener:
         """Return a session whose prompt is not prefilled yet."""
         sampling, size, device = order.sampling, self._model.vocabulary_size, self._model.device
         coupled = sampling.temperature > 0.0 and not sampling.rejects
+        suppressed = self._model.suppressed
         back = (
-            LookingBack(sampling, order.prompt, order.end, size, device, replied=order.replied)
-            if looks_back(sampling)
+            LookingBack(
+                sampling,
+                order.prompt,
+                order.end,
+                size,
+                device,
+                replied=order.replied,
+                suppressed=suppressed,
+            )
+            if looks_back(sampling) or suppressed
             else None
         )
         return TargetSession(

@@ -5,8 +5,8 @@ This is their definition in plain numbers, one logit at a time, in this order: t
 the logit of a token in prompt or reply is divided by the repetition penalty, or multiplied if it is
 negative (Keskar et al., CTRL, 2019; transformers' RepetitionPenaltyLogitsProcessor); presence + c *
 frequency is subtracted for a token that occurs c > 0 times in the reply (OpenAI's definition);
-tokens that a constraint forbids are masked. `sampling.py` has the version over tensors; a test
-compares the two.
+tokens that a constraint forbids, or that the model never chooses, are masked. `sampling.py` has the
+version over tensors; a test compares the two.
 
 A *path* is the continuation of the log before a choice: the tokens of a node's ancestors and its
 own."""
@@ -53,12 +53,18 @@ class History:
     are not stored."""
 
     def __init__(
-        self, sampling: Sampling, log: Sequence[int], end: Iterable[int], replied: int = 0
+        self,
+        sampling: Sampling,
+        log: Sequence[int],
+        end: Iterable[int],
+        replied: int = 0,
+        suppressed: Iterable[int] = (),
     ) -> None:
-        """`log` is a prompt, whose last `replied` tokens belong to the reply."""
+        """`log` is a prompt, whose last `replied` tokens belong to the reply. `suppressed`: ids
+        that the model never chooses."""
         prompt = len(log) - replied
         self.sampling = sampling
-        self.end = frozenset(end)
+        self.end, self._suppressed = frozenset(end), frozenset(suppressed)
         self.seen = set(log[:prompt])  # the tokens of prompt and reply
         self.counts: dict[int, int] = {}  # how often the reply has each token
         self.reply: list[int] = []
@@ -89,7 +95,7 @@ class History:
     def process(self, token: int, logit: float, path: Sequence[int] = ()) -> float:
         """Return the logit of one token after `path`, with all processors before temperature
         applied."""
-        if self._constraints and token in self.forbidden(path):
+        if token in self._suppressed or (self._constraints and token in self.forbidden(path)):
             return -math.inf
         logit += self._bias.get(token, 0.0)
         if token in self.seen or token in path:

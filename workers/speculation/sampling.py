@@ -39,10 +39,13 @@ class LookingBack:
         device: torch.device | None = None,
         *,
         replied: int = 0,
+        suppressed: Sequence[int] = (),
     ) -> None:
-        """`log` is a prompt, whose last `replied` tokens belong to the reply. `size` is V: biased
-        and ending ids at and beyond it are ignored."""
-        self._history = History(sampling, log, end, replied)
+        """`log` is a prompt, whose last `replied` tokens belong to the reply. `size` is V: biased,
+        ending and suppressed ids at and beyond it are ignored."""
+        self._history = History(sampling, log, end, replied, suppressed)
+        known_ids = [token for token in suppressed if 0 <= token < size]
+        self._suppressed = torch.tensor(known_ids, dtype=torch.long, device=device)
         self._repetition = sampling.repetition_penalty
         biases = [(token, bias) for token, bias in sampling.logit_bias if token < size]
         self._biased = torch.tensor([token for token, _ in biases], dtype=torch.long, device=device)
@@ -89,7 +92,7 @@ class LookingBack:
         ]
         if masked:
             z[tuple(torch.tensor(masked, device=z.device).unbind(1))] = MASKED
-        return z
+        return z.index_fill_(1, self._suppressed, MASKED) if len(self._suppressed) else z
 
     def _copied(self, logits: Tensor) -> Tensor:
         if logits.device.type != "cpu":

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from math import isfinite, prod
 from typing import Any
 
+import numpy as np
+
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers.models.checkpoints.gguf.architectures.registry import CONFIGURATIONS
 from dovetail.workers.models.checkpoints.gguf.facts import Facts
@@ -23,6 +25,7 @@ SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 """Names under `general.sampling`, and their counterparts in generation_config.json."""
+SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 TEMPLATE = "tokenizer.chat_template"  # the default chat template; named ones append their name
 
 
@@ -52,7 +55,7 @@ def contents_of(model: Model) -> tuple[dict[str, str], TokenTable]:
     }
     contents = {
         "config.json": config,
-        "generation_config.json": {**ids, **_sampling(model)},
+        "generation_config.json": {**ids, **_sampling(facts), **_suppressed(facts)},
         "tokenizer.json": vocabulary.content,
         "tokenizer_config.json": _tokenizer_config(model, vocabulary),
         MARK: mark,
@@ -88,8 +91,22 @@ def _tokenizer_config(model: Model, vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _sampling(model: Model) -> dict[str, Any]:
+def _suppressed(facts: Facts) -> dict[str, list[int]]:
+    """The tokens that a model never chooses."""
+    found = facts.model.facts.get(SUPPRESSED)
+    if found is None:
+        return {}
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+        raise facts.refusal(f"{SUPPRESSED} is {str(found)[:50]}, no list of ids")
+    return {"suppress_tokens": found.tolist()}
+
+
+def _sampling(facts: Facts) -> dict[str, Any]:
     """The sampling that a file recommends; a temperature of 0 is no sampling."""
+    model = facts.model
+    for key in ("xtc_probability", "mirostat"):
+        if value := model.facts.get(f"general.sampling.{key}"):
+            raise facts.refusal(f"general.sampling.{key} is {str(value)[:50]}, not obeyed here")
     found = {
         theirs: value
         for ours, theirs in SAMPLING.items()

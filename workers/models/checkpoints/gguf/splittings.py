@@ -4,7 +4,7 @@ each of which splits what the ones before it left; text between matches is a wor
 
 Where llama.cpp's words differ from those of the family's tokenizer.json, the latter are followed:
 llama.cpp does not compose text, knows no capitals beyond ASCII (Kimi, Youtu: none) in the words of
-GPT-4o's kind, and takes text before a number along with its first digits (Trinity, Tiny Aya)."""
+GPT-4o's kind, and leaves text before a number with its first digits (Trinity, Tiny Aya)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
