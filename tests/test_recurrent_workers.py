@@ -38,7 +38,7 @@ PLACED = {
     "split": {"target.split.device": "cpu", "target.split.layers": "3", "target.resident": "1"},
     "streamed": {"target.resident": "1"},
     "read": {"target.prefill": "cpu"},
-    "mixer": {"target.split.device": "cpu", "target.split.parts": "mixer"},
+    "mixer": {"target.split.device": "cpu", "target.split.experts_on_cpu": "true"},
 }
 
 

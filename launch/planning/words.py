@@ -101,7 +101,7 @@ def _target(option: Option, device: str) -> dict[str, Any]:
     resident = {"target.resident": option.resident}
     if not option.host_experts and not option.on_cpu:
         return {"target.device": device, **resident}
-    parts = {"target.split.parts": "mixer"} if option.host_experts else {}
+    parts = {"target.split.experts_on_cpu": True} if option.host_experts else {}
     split = {"target.split.device": device, "target.split.layers": option.computed}
     return {**split, **parts, **resident}
 

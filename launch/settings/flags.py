@@ -45,6 +45,7 @@ SHORT_FORMS = {
     "target.model": "--target",
     "target.weights": "--weights",
     "target.backend": "--backend",
+    "target.split.experts_on_cpu": "--experts-on-cpu",
     "tree.policy": "--policy",
     "tree.gamma": "--gamma",
     "sampling.temperature": "--temperature",

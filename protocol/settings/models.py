@@ -72,11 +72,19 @@ class SplitSettings(Frozen):
         "memory.vram, or the device's free memory",
     )
 
-    parts: Literal["layer", "mixer"] = Field(
-        "layer",
-        description="what of these layers the device computes: layer (all), or mixer (all but the "
-        "routed experts, which the CPU computes from its own memory)",
+    experts_on_cpu: bool = Field(
+        False,
+        description="leave the routed experts of these layers to the CPU, which computes them from "
+        "its own memory",
     )
+    parts: Literal["layer", "mixer"] = Field(
+        "layer", description="the former name of experts_on_cpu, for one more release: mixer"
+    )
+
+    @property
+    def host_experts(self) -> bool:
+        """Return whether the CPU computes the routed experts of the device's layers."""
+        return self.experts_on_cpu or self.parts == "mixer"
 
 
 class TargetSettings(Frozen):

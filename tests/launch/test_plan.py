@@ -202,7 +202,7 @@ def test_of_a_target_with_experts_a_pass_reads_those_that_its_rows_choose(
     assert apart["ram_gb"] > 28.0
     assert apart["tokens_per_s"] > 1.05 * plain["tokens_per_s"]
     assert "all on the device" in found["left_out"]
-    assert apart["settings"]["target.split.parts"] == "mixer"
+    assert apart["settings"]["target.split.experts_on_cpu"] is True
     assert "experts on the cpu" in apart["placement"]
     independent = "as if rows chose independently of each other"
     assert found["origins"]["experts of a pass"] == independent

@@ -293,17 +293,20 @@ def test_experts_on_the_cpu_take_none_of_the_devices_memory(tmp_path: Path) -> N
     assert place_layers(sizes, Demand("cuda:0", device_bytes=room, streams=False)).first > 0
 
 
-def test_the_settings_leave_experts_to_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "named", [{"experts_on_cpu": True}, {"parts": "mixer"}], ids=["new", "old"]
+)
+def test_the_settings_leave_experts_to_the_cpu(tmp_path: Path, named: dict[str, Any]) -> None:
     write_tiny("mixtral", tmp_path / "m")
     model = open_skeleton(open_checkpoint(str(tmp_path / "m"))).model
     config = read_json(tmp_path / "m" / "config.json")
-    split = SplitSettings(device="cpu", parts="mixer")
+    split = SplitSettings(device="cpu", **named)
     spread = spread_of(TargetSettings(split=split), MemorySettings(), open_device("cpu", 1), 1)
     assert spread is not None
     with pytest.raises(SettingsError, match="leaves experts to the CPU, and the model has none"):
         spread.stage(config, "fp32")
     matrices = Matrices(linear_shapes(model), expert_shapes(model))
     assert spread.stage(config, "fp32", matrices).host_experts
-    alone = TargetSettings(split=SplitSettings(parts="mixer"))
-    with pytest.raises(SettingsError, match=r"target\.split\.parts = 'mixer' needs a device"):
+    alone = TargetSettings(split=SplitSettings(**named))
+    with pytest.raises(SettingsError, match=r"target\.split\.experts_on_cpu needs a device"):
         spread_of(alone, MemorySettings(), open_device("cpu", 1), 1)

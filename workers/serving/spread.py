@@ -203,9 +203,9 @@ def spread_of(
             f"target.split.layers = {split.layers} needs a device: name it with "
             "target.split.device, or leave both out"
         )
-    if split.parts != "layer" and not split.device:
+    if split.host_experts and not split.device:
         raise SettingsError(
-            f"target.split.parts = {split.parts!r} needs a device: name it with "
+            "target.split.experts_on_cpu needs a device for the rest of the layers: name it with "
             "target.split.device, or leave both out"
         )
     if split.device and not device.is_cpu:
@@ -295,7 +295,7 @@ def _demand(settings: TargetSettings, memory: MemorySettings, device: Device) ->
         streams=not split.device,
         device_bytes=_room(memory, device) if _is_gpu(device) else memory.vram_bytes,
         host_bytes=memory.ram_bytes,
-        host_experts=split.parts == "mixer",
+        host_experts=split.host_experts,
     )
 
 

@@ -99,7 +99,7 @@ def place_layers(sizes: Sizes, demand: Demand) -> Placement:
     if demand.host_experts:
         if not sizes.experts:
             raise SettingsError(
-                "target.split.parts = 'mixer' leaves experts to the CPU, and the model has none: "
+                "target.split.experts_on_cpu leaves experts to the CPU, and the model has none: "
                 "leave it out"
             )
         sizes = with_host_experts(sizes)
