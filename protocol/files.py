@@ -3,8 +3,10 @@ cache folder and its limits."""
 
 import codecs
 import errno
+import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -71,6 +73,42 @@ def cache_folder() -> Path:
     if not base.is_absolute():
         base = Path(os.path.expanduser("~/.cache"))  # noqa: PTH111 - it keeps "~" without a home
     return base / "dovetail"
+
+
+def check_home(folder: Path) -> None:
+    """`OSError` for the cache folder of a user without a home."""
+    if not folder.is_absolute():
+        text = "this user has no home, and XDG_CACHE_HOME names no folder"
+        raise FileNotFoundError(errno.ENOENT, text)
+
+
+def write_kept(path: Path, content: bytes, most: int) -> None:
+    """Write a file of a cache atomically, and keep the `most` newest of its folder; `OSError`."""
+    check_home(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        made.write_bytes(content)
+        made.replace(path)
+    tidy(path.parent, most)
+
+
+def keep_sealed(path: Path, key: str, text: str, most: int) -> None:
+    """Write a text that belongs to a key to a file of a cache, as `write_kept` does."""
+    write_kept(path, f"{_seal(key, text)}\n{text}".encode(), most)
+
+
+def read_sealed(path: Path, key: str) -> str:
+    """Return the text that was kept under a key; `OSError`, or `ValueError` if the file is not what
+    was written for it."""
+    seal, _, text = path.read_text(encoding="utf-8").partition("\n")
+    if seal != _seal(key, text):
+        raise ValueError("it is not what was written")
+    return text
+
+
+def _seal(key: str, text: str) -> str:
+    return hashlib.sha256(f"{key}\0{text}".encode()).hexdigest()
 
 
 @contextmanager

@@ -68,6 +68,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = str(own / "cache")
     (own / "cache").mkdir()
 
+# what one test's draft was found to bring is not known to the next test
+os.environ.setdefault("DOVETAIL_COORDINATOR__REMEMBER", "false")
+
 # Without bytecode on disk each of hundreds of processes would compile dovetail's sources anew, and
 # each of pytest's workers would rewrite the assertions of all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -19,10 +19,12 @@ from dovetail.launch.processes.child import handle_signals, name_process
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
+from dovetail.protocol.files import cache_folder
 from dovetail.protocol.links import open_hub
 from dovetail.protocol.settings import CoordinatorSettings, byte_count
 from dovetail.runtime.engine.loop import coordinate
 from dovetail.runtime.engine.stored import MessageRecorder, ReplyStore
+from dovetail.runtime.fleet.records import PairRecords
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -99,6 +101,7 @@ def command(
                 settings=settings,
                 recorder=recorder,
                 journal=journal,
+                records=PairRecords(cache_folder()) if settings.remember else None,
                 ready=ready,
                 progress=notifier.progress,
                 supervised=STDIN if supervised else None,

@@ -68,6 +68,11 @@ class CoordinatorSettings(Frozen):
         description="keep the caches of ended conversations, so that their next turns read "
         "only new tokens",
     )
+    remember: bool = Field(
+        True,
+        description="keep in the cache folder what drafts cost and bring, so that the next service "
+        "with these models and workers begins with it",
+    )
     recovery_s: Annotated[float, Field(ge=0.0, le=86400.0)] | Literal["auto"] = Field(
         "auto",
         description="how long a session waits for another target when its own is lost; auto: 30 s "

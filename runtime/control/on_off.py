@@ -5,8 +5,8 @@ time; `Experience` is what the sessions of a pair have learned together. Rounds 
 and seconds; a decision is returned as a sentence. Pure: no clock, no messages."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from dovetail.runtime.costs.rounds import Average, PairCosts
 
@@ -21,7 +21,7 @@ LATE = 1.5
 """Lost rounds that a late proposal counts as, in addition to its wait; more tend to follow."""
 FIRST_TRY = 8  # rounds without drafting before it is tested again; doubled by every failed test
 MOST_DOUBLINGS = 3
-TRY_SHARE = 0.015  # share of all time that tests may cost, in the long run
+TRY_SHARE = 0.0125  # share of all time that tests may cost, in the long run
 ALLOWANCE = 2.0  # rounds of the target alone that tests may cost in advance
 MOST_ALLOWANCE = 30.0
 TRY_GAIN, TRY_LOSS = 1.5, 1.0
@@ -107,11 +107,13 @@ class OnOff:
     """On, off or testing, for one session, or for all concurrent sessions."""
 
     def __init__(self, experience: Experience, *, many: bool = False) -> None:
-        """`many`: for rounds of concurrent sessions; it begins without drafting."""
+        """`many`: for rounds of concurrent sessions; it begins without drafting, unless drafting
+        has paid off in an earlier service."""
         self._experience, self._many = experience, many
-        self.state: Literal["on", "off", "try"] = "off" if experience.losing or many else "on"
+        untried = many and not experience.granted
+        self.state: Literal["on", "off", "try"] = "off" if experience.losing or untried else "on"
         self.drafting = self.state != "off"
-        self.era = 0
+        self.era = int(experience.granted)
         """Counts changes of state: rounds that began before the last change do not count."""
         self._before: Literal["on", "off", "try"] = self.state  # the state of the era before
         self._rounds = 0.0  # rounds with drafting since it began, or without since it ended
@@ -152,6 +154,11 @@ class OnOff:
     def token_s(self) -> float | None:
         """Return the recent seconds a token with drafting, of any session; None if unknown."""
         return self._experience.token_s
+
+    def record(self) -> dict[str, Any]:
+        """Return the experience, for a later service."""
+        losing = "on" not in (self.state, self._paused)
+        return {**asdict(self._experience), "losing": losing}
 
     def begin(self) -> None:
         """Begin a session at this load: forget failed tests, but not their budget, and forgive it
@@ -371,8 +378,8 @@ class Crowd:
     each slows down the others' passes and drafts. It compares the tokens of all rounds over their
     total time, including waits for each other, with undrafted rounds of as many sessions."""
 
-    def __init__(self) -> None:
-        self.on_off = OnOff(Experience(), many=True)
+    def __init__(self, experience: Experience | None = None) -> None:
+        self.on_off = OnOff(experience or Experience(), many=True)
         self.tokens, self.seconds = Average(), Average()  # means of a round while drafting is on
         self.care = 1.0  # factor on the value of a second, so that none pays for others' gains
         self._undrafted = Average(UNDRAFTED_PASSES)

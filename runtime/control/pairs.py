@@ -19,13 +19,14 @@ FIRST_PAUSE, MOST_PAUSE = 512, 8192
 class AheadTrial:
     """Tries growing ahead in blocks of rounds, keeps the better choice, and tests again later."""
 
-    def __init__(self) -> None:
-        self.ahead = TURNS[0]
+    def __init__(self, decided: bool | None = None) -> None:
+        """`decided`: the result of an earlier trial, if there was one."""
+        self.ahead = TURNS[0] if decided is None else decided
         self._round = self._block = 0
-        self._pause = 0
+        self._pause = 0 if decided is None else FIRST_PAUSE
         self._next_pause = FIRST_PAUSE
         self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
-        self._told: bool | None = None
+        self.decided = decided  # the last result
 
     def drafted(self, tokens: float, seconds: float) -> str | None:
         """Count a round with drafting. Return a new decision in words, or None."""
@@ -54,11 +55,11 @@ class AheadTrial:
         self._block, self._pause = 0, self._next_pause
         self._next_pause = (
             min(2 * self._next_pause, MOST_PAUSE)
-            if self.ahead == self._told or self._told is None
+            if self.ahead == self.decided or self.decided is None
             else FIRST_PAUSE
         )
         self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
-        changed, self._told = self.ahead != self._told, self.ahead
+        changed, self.decided = self.ahead != self.decided, self.ahead
         if self.ahead:
             verdict = "is on because it is faster"
         elif with_ <= without:
@@ -122,7 +123,7 @@ class Pair:
     @property
     def calibration(self) -> float:
         """The ratio of accepted nodes to those expected by scores."""
-        if self.rounds < CALIBRATED or self.expected_nodes.value <= 0.0:
+        if self.expected_nodes.count < CALIBRATED or self.expected_nodes.value <= 0.0:
             return 1.0
         return min(MOST_CALIBRATION, self.accepted.value / self.expected_nodes.value)
 

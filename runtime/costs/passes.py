@@ -126,6 +126,7 @@ class PassCurves:
 
 EXACT_ROWS = 32  # smaller numbers of rows are stored separately
 KEPT = 16  # stored passes of each number of rows
+RECALLED = 4  # of these, the most that an earlier worker has left
 FEW = 8  # with fewer passes than this only the median counts
 TRUST = 2.0  # passes of a number of rows that weigh as much as neighbours and profile together
 HOPE = 0.5  # without a profile, the share of a rise assigned to the rows in between
@@ -341,6 +342,20 @@ class RowCosts:
                 found.experts = [*map(self.experts.at, range(found.asked + 1))]
             found.observed, found.asked = self._observed, most
         return found
+
+    def record(self) -> list[tuple[float, ...]]:
+        """Return (rows, usual seconds, context, experts, count) of the last passes."""
+        passes = sorted(self._passes.items())
+        return [(rows, *alike.middle(), len(alike.last)) for rows, alike in passes]
+
+    def recall(self, record: Iterable[Sequence[float]]) -> None:
+        """Begin with the passes of an earlier worker, unless there have been passes."""
+        for rows, seconds, context, experts, count in () if self._passes else [*record]:
+            alike = self._passes[int(rows)] = _Passes()
+            for _ in range(min(int(count), RECALLED)):
+                alike.add(seconds, context, experts)
+                self._observed += 1
+            self.known = True
 
     def curve(self, context: float = 0.0, *, usual: bool = False) -> RowsSeconds | None:
         """Return the curve over seen rows, or None; `usual`: without present disturbance."""

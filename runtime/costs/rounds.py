@@ -48,6 +48,10 @@ class Lags:
         if tokens > 0:
             self._last.append((tokens, seconds))
 
+    def record(self) -> list[tuple[int, float]]:
+        """Return the remembered durations, oldest first."""
+        return [*self._last]
+
     def expect(self, tokens: int) -> float | None:
         """Return seconds for this many, scaled from the nearest known number; None if unknown."""
         if not self._last:

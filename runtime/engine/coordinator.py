@@ -50,6 +50,7 @@ from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
+from dovetail.runtime.fleet.records import PairRecords
 from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.moves.moving import MOST_LOOKED_AT, Moving
 from dovetail.runtime.moves.reading_ahead import ReadingAhead
@@ -63,6 +64,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 DEFAULTS = CoordinatorSettings()
+KEEP_EVERY_NS = 60 * 10**9  # how often what pairs have learned is saved
 
 Elsewhere = Callable[[Callable[[], Outcome], Callable[[Outcome], None]], None]
 """Runs a slow function in another thread and passes on its outcome."""
@@ -89,6 +91,7 @@ class Coordinator:
         settings: CoordinatorSettings = DEFAULTS,
         recorder: MessageRecorder | None = None,
         journal: ReplyStore | None = None,
+        records: PairRecords | None = None,
     ) -> None:
         self._hub, self.now_ns, self._defer = hub, clock_ns, defer
         self._settings, self._recorder, self._journal = settings, recorder, journal
@@ -97,7 +100,7 @@ class Coordinator:
             journal.begin(self.epoch)
         self.service = ServiceState(self.epoch, supervised_ns=clock_ns())
         self.registry = Registry(self.epoch)
-        self._ticked_ns = clock_ns()
+        self._ticked_ns = self._kept_ns = clock_ns()
         self._running: dict[int, RunningRequest] = {}
         self._census, self._acts = Census(self._running), Acts()
         self._dropped, self._observing = Dropped(), EventLog(clock_ns)
@@ -108,6 +111,7 @@ class Coordinator:
             reuse=settings.reuse,
             say=partial(self.decide, level=logging.DEBUG),
             sessions=journal.sessions if journal is not None else 0,
+            records=records,
         )
         state = EngineState(
             hub,
@@ -288,6 +292,9 @@ class Coordinator:
         self._record(lambda recorder: recorder.tick(self._running))
         if self._journal is not None:
             aside(self._journal.tick)
+        if self._ticked_ns - self._kept_ns >= KEEP_EVERY_NS:
+            self._kept_ns = self._ticked_ns
+            aside(self._placement.keep)
 
     def decide(self, words: str, level: int = logging.INFO) -> None:
         """Log a decision, and keep it for `status`."""
@@ -358,8 +365,9 @@ class Coordinator:
             self._conclude()
 
     def end(self) -> None:
-        """Cancel whatever still runs, and dismiss the workers."""
+        """Cancel whatever still runs, keep what was learned, and dismiss the workers."""
         self.service.ending = True
+        aside(self._placement.keep)
         for running in list(self._running.values()):
             self._sessions.cancel(running)
         for worker in list(self.registry.workers.values()):

@@ -20,6 +20,7 @@ from dovetail.protocol.messages import Supervised
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.engine.stored import MessageRecorder, ReplyStore
+from dovetail.runtime.fleet.records import PairRecords
 from dovetail.runtime.session.request import Request
 
 log = logging.getLogger("dovetail.coordinator")
@@ -37,14 +38,16 @@ async def coordinate(
     settings: CoordinatorSettings = DEFAULTS,
     recorder: MessageRecorder | None = None,
     journal: ReplyStore | None = None,
+    records: PairRecords | None = None,
     ready: Callable[[], None] | None = None,
     progress: Callable[[], None] | None = None,
     supervised: int | None = None,
 ) -> None:
     """Run a coordinator on a hub until a client sends Stop or a signal arrives; close only what it
-    opened. `recorder` records its sessions; `journal` stores its requests; `progress` is called at
-    every turn of the loop; `supervised`: a supervisor's pipe, to read from."""
-    life = _Life(hub, settings, recorder, journal)
+    opened. `recorder` records its sessions; `journal` stores its requests, `records` what its pairs
+    learn; `progress` is called at every turn of the loop; `supervised`: a supervisor's pipe, to
+    read from."""
+    life = _Life(hub, settings, recorder, journal, records)
     with life.listening(supervised):
         gc.freeze()
         if ready is not None:
@@ -65,6 +68,7 @@ class _Life:
         settings: CoordinatorSettings,
         recorder: MessageRecorder | None,
         journal: ReplyStore | None,
+        records: PairRecords | None,
     ) -> None:
         self._hub, self._loop = hub, asyncio.get_running_loop()
         self._ended, self._hurried = asyncio.Event(), asyncio.Event()
@@ -78,6 +82,7 @@ class _Life:
             settings=settings,
             recorder=recorder,
             journal=journal,
+            records=records,
         )
 
     # -- called by the loop ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import replace
 from dovetail.protocol.messages import Submit
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.control.controller import Controller
+from dovetail.runtime.control.learned import recall, record_of
 from dovetail.runtime.control.pairs import Pair, share_cores, share_device
 from dovetail.runtime.costs.passes import slowness
 from dovetail.runtime.costs.rounds import PairCosts
@@ -19,6 +20,7 @@ from dovetail.runtime.engine.stored import StoredReply
 from dovetail.runtime.fleet.beginnings import prompts_on_draft, prompts_on_target
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import WORTH, bases
+from dovetail.runtime.fleet.records import PairRecords
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.draft_sync import DraftSync
 from dovetail.runtime.session.request import TOKEN_BYTES, Base, Request
@@ -116,9 +118,11 @@ class Placement:
         reuse: bool,
         say: Callable[[str], None],
         sessions: int = 0,
+        records: PairRecords | None = None,
     ) -> None:
         """`running`: sessions by number. `reuse`: they may reuse rows of others. `say`: called with
-        decisions; `sessions`: the highest number so far."""
+        decisions; `sessions`: the highest number so far; `records`: of earlier services."""
+        self._records = records
         self._registry, self._epoch, self._reuse, self._say = registry, epoch, reuse, say
         self._running = running
         self._pairs: dict[Peers, Pair] = {}  # by the addresses of draft and target
@@ -144,10 +148,24 @@ class Placement:
                 reads=draft.hello.reads is not None,
                 looks_up=draft.hello.looks_up,
             )
+            record = self._records and self._records.find(draft.hello, target.hello)
+            if record:
+                recall(self._pairs[key], record)
         return self._pairs[key], self._pairs[key].costs
 
+    def keep(self, *leaving: Worker) -> None:
+        """Save what pairs of the registered workers, and of these, have learned."""
+        if self._records is None:
+            return
+        workers = {**self._registry.workers, **{worker.peer: worker for worker in leaving}}
+        for (draft, target), pair in self._pairs.items():
+            if draft in workers and target in workers:
+                hellos = workers[draft].hello, workers[target].hello
+                self._records.keep(*hellos, record_of(pair))
+
     def forget(self, worker: Worker) -> None:
-        """Forget a worker that is no longer registered."""
+        """Forget a worker that leaves; save what its pairs have learned."""
+        self.keep(worker)
         self._alone.pop(worker.peer, None)
         self._pairs = {
             peers: pair for peers, pair in self._pairs.items() if worker.peer not in peers

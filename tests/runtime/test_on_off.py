@@ -167,7 +167,7 @@ def test_a_session_begins_as_the_last_change_left_the_pair_and_tries_early() -> 
     live_through(OnOff(experience), 100, lambda _: 1.0, lambda _: 1.5 * ALONE_S)
     later = OnOff(experience)
     assert later.state == "off"
-    said, spent_s, _ = live_through(later, 100, lambda _: 4.0, lambda _: 1.5 * ALONE_S)
+    said, spent_s, _ = live_through(later, 120, lambda _: 4.0, lambda _: 1.5 * ALONE_S)
     assert later.state == "on"
     assert said * ALONE_S / spent_s > 1.2
 

@@ -33,6 +33,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.client import Client
 from dovetail.runtime.engine.coordinator import Coordinator
+from dovetail.runtime.fleet.records import PairRecords
 from support.memory_links import MemoryHub, MemoryLink, memory_links
 from support.scripted import VOCABULARY, ScriptedWorker
 
@@ -198,11 +199,14 @@ class TimedHouse:
         *,
         target: dict[str, object] | None = None,
         draft: dict[str, object] | None = None,
+        records: PairRecords | None = None,
     ) -> None:
-        """`target`, `draft`: what their Hellos say differently."""
+        """`target`, `draft`: what their Hellos say differently; `records`: of earlier houses."""
         self.hub: MemoryHub = memory_links()
         self.clock = Clock()
-        self.coordinator = Coordinator(self.hub, clock_ns=lambda: self.clock.now_ns)
+        self.coordinator = Coordinator(
+            self.hub, clock_ns=lambda: self.clock.now_ns, records=records
+        )
         limits = Limits(context=1 << 16)
         self.target = TimedTarget(
             self.hub.connect(), "target", epoch=100, clock=self.clock, costs=costs

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dovetail.protocol.files import cache_folder
+from dovetail.protocol.files import cache_folder, keep_sealed, read_sealed
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.assembly import StumbledError, assemble
@@ -32,7 +32,7 @@ from dovetail.workers.models.backends.packing import KernelNorm
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
-from dovetail.workers.models.checkpoints.files import read_bytes, write_kept
+from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.loader import Skeleton, pieced_skeleton, stored_skeleton
 from dovetail.workers.models.checkpoints.quantised.searched import in_blocks
 from dovetail.workers.models.checkpoints.tables import WidenedEmbedding
@@ -112,10 +112,7 @@ class Proofs:
     def find(self, key: str) -> Proof | None:
         """Return the proof stored under a key; None if it is missing or damaged."""
         try:
-            seal, _, text = self._file(key).read_text(encoding="utf-8").partition("\n")
-            if seal != _seal(key, text):
-                raise ValueError("it is not what was written")
-            return Proof(**json.loads(text))
+            return Proof(**json.loads(read_sealed(self._file(key), key)))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
@@ -128,7 +125,7 @@ class Proofs:
         """Save a proof; log a failure."""
         text = json.dumps(dataclasses.asdict(proof))
         try:
-            write_kept(self._file(key), f"{_seal(key, text)}\n{text}".encode(), MOST_KEPT)
+            keep_sealed(self._file(key), key, text, MOST_KEPT)
         except OSError as error:
             why = error.strerror or error
             log.warning("proofs cannot be saved in %s (%s)", self.folder, why)
@@ -152,10 +149,6 @@ def tell_proof(day: str, name: str) -> None:
 def digest_of_logits(logits: torch.Tensor) -> str:
     """Return the SHA-256 of logits [R, V], bit for bit."""
     return hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()
-
-
-def _seal(key: str, text: str) -> str:
-    return hashlib.sha256(f"{key}\0{text}".encode()).hexdigest()
 
 
 FOLLOWING = ("num_hidden_layers", "layers_block_type", "layer_types", "mlp_layer_types")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.files import cache_folder
-from dovetail.workers.models.checkpoints.files import check_home, damaged, write_kept
+from dovetail.protocol.files import cache_folder, check_home, write_kept
+from dovetail.workers.models.checkpoints.files import damaged
 from dovetail.workers.progress import loading
 
 if TYPE_CHECKING:

@@ -2,13 +2,11 @@
 
 import errno
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.files import tidy
 
 MODEL_FILES = (
     "a model is a GGUF file, or a folder with config.json, tokenizer.json and *.safetensors"
@@ -34,24 +32,6 @@ def reason(error: BaseException) -> str:
         return error.strerror
     text = str(error).removeprefix("Error while deserializing header: ")
     return " ".join(" ".join(text.split("\n")[:3]).split())[:300] or type(error).__name__
-
-
-def check_home(folder: Path) -> None:
-    """`OSError` for the cache folder of a user without a home."""
-    if not folder.is_absolute():
-        text = "this user has no home, and XDG_CACHE_HOME names no folder"
-        raise FileNotFoundError(errno.ENOENT, text)
-
-
-def write_kept(path: Path, content: bytes, most: int) -> None:
-    """Write a file of a cache atomically, and keep the `most` newest of its folder; `OSError`."""
-    check_home(path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        made.write_bytes(content)
-        made.replace(path)
-    tidy(path.parent, most)
 
 
 def read_json(file: Path) -> dict[str, Any]:

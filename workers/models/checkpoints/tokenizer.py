@@ -10,12 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.files import cache_folder
+from dovetail.protocol.files import cache_folder, write_kept
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.checkpoints.files import read_bytes, read_json, shown, write_kept
+from dovetail.workers.models.checkpoints.files import read_bytes, read_json, shown
 
 FACTS = {
     "size": "vocab_size in config.json",

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.files import cache_folder, refusal, tidy
+from dovetail.protocol.files import cache_folder, check_home, refusal, tidy
 from dovetail.workers.kernels.blocks import search
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
-from dovetail.workers.models.checkpoints.files import check_home
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.checkpoints.gguf.rows import Rows
 from dovetail.workers.models.checkpoints.loader import Skeleton

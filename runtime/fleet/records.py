@@ -1,0 +1,66 @@
+"""What pairs of a draft and a target have learned, in the user's cache: a file for each pair of
+models, machines and settings, written atomically. One that cannot be read is made again."""
+
+import hashlib
+import json
+import logging
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.protocol.files import keep_sealed, read_sealed
+from dovetail.protocol.messages import Hello
+from dovetail.protocol.profile import machine_key
+
+log = logging.getLogger("dovetail.coordinator")
+
+FORMAT = 1  # raised when a record of another release must not be read
+FOLDER = "pairs"
+MOST_KEPT = 256
+
+
+class PairRecords:
+    """The records in one folder; another user's, or a read-only one, is reported once."""
+
+    def __init__(self, cache: Path) -> None:
+        self._folder, self._here = cache / FOLDER, (machine_key(), socket.gethostname())
+        self._refused = False
+
+    def find(self, draft: Hello, target: Hello) -> Mapping[str, Any] | None:
+        """Return the record of a pair; None if there is none that can be read."""
+        key = self._key(draft, target)
+        try:
+            record: Mapping[str, Any] = json.loads(read_sealed(self._file(key), key))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            text = "%s cannot be read (%s): what drafts cost and bring is learned again"
+            log.warning(text, self._file(key), error)
+            return None
+        return record
+
+    def keep(self, draft: Hello, target: Hello, record: Mapping[str, Any]) -> None:
+        """Save the record of a pair; log the first failure."""
+        key = self._key(draft, target)
+        try:
+            keep_sealed(self._file(key), key, json.dumps(record), MOST_KEPT)
+        except OSError as error:
+            if not self._refused:
+                text = (
+                    "what drafts cost and bring cannot be saved in %s (%s): every start learns it"
+                )
+                log.warning(text, self._folder, error.strerror or error)
+            self._refused = True
+
+    def _file(self, key: str) -> Path:
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+    def _key(self, draft: Hello, target: Hello) -> str:
+        machine, host = self._here
+        facts = [str(FORMAT), machine, str(target.fingerprint), target.placement, draft.weights]
+        for hello in (target, draft):
+            away = "" if hello.host == host else hello.host
+            facts += [away, hello.model, hello.device, hello.kernels]
+            facts += [str(hello.threads), str(len(hello.cores))]
+        return "\n".join(facts)
