@@ -14,7 +14,7 @@ from dovetail.runtime.control.on_off import DOUBTED, LEAST_HOPE, Crowd, OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
 from dovetail.runtime.control.pricing import NEW, Pricing, Situation
 from dovetail.runtime.control.rounds import Begun, Calibration, Load, Plan, Round
-from dovetail.runtime.costs.rounds import PairCosts, add_all
+from dovetail.runtime.costs.rounds import PairCosts
 
 CONTROLS = (0, 8, 32)
 """Rounds of a pair after which a pass over one row is measured, without a profile."""
@@ -317,9 +317,13 @@ class Controller:
         if seconds <= 0.0:
             return
         judged_s = seconds + times.missed_ns / 1e9
-        host_s = now.costs.undrafted_host_s if done.drafted is None else now.costs.host_s
-        hop_s = now.costs.target_hop_s
-        add_all(((hop_s, times.target_hop_ns / 1e9), (host_s, times.coordinator_ns / 1e9)))
+        costs, hop_s, own_s = now.costs, times.target_hop_ns / 1e9, times.coordinator_ns / 1e9
+        if not (times.early and costs.target_hop_s.known):
+            costs.target_hop_s.add(hop_s)
+        if done.drafted is None:
+            costs.undrafted_host_s.add(own_s + hop_s - costs.target_hop_s.value)
+        else:
+            costs.host_s.add(own_s)
         tokens = self._calibration.learn(done.tokens, begun.nodes)
         on_off = now.on_off
         if begun.load.level == now.load.level:

@@ -119,7 +119,8 @@ class PairCosts:
     """From Verify to Verified, without the pass."""
     host_s: Average = field(default_factory=Average)  # the coordinator's own, per round
     undrafted_host_s: Average = field(default_factory=Average)
-    """Seconds of the coordinator in a round without a draft."""
+    """Seconds of a round without a draft apart from the pass and `target_hop_s`; negative if the
+    passes follow each other without waiting."""
 
     @property
     def order_s(self) -> float:
@@ -150,8 +151,8 @@ class PairCosts:
 
     def beside_s(self, *, drafted: bool) -> float:
         """Return the seconds of a round apart from drafting and pass."""
-        host = self.undrafted_host_s if self.undrafted_host_s.known else self.host_s
-        return self.target_hop_s.value + (self.host_s if drafted else host).value
+        host = self.host_s if drafted else self.undrafted_host_s
+        return self.target_hop_s.value + host.value
 
     def alone_s(self, *, context: float = 0.0, rows: int = 1) -> float:
         """Return the seconds of an undrafted round of `rows` rows in total; 0 if unknown."""

@@ -214,6 +214,17 @@ class RunningRequest:
         ended = sum(loss is not None for loss in self.losses)
         return self.trial or ended >= MOST_LOSSES or len(self.losses) >= MOST_BREAKS
 
+    @property
+    def lacks_draft(self) -> bool:
+        """Whether it has no draft, or one that gets no more commands."""
+        draft = self.draft
+        return draft is None or draft.standby or draft.leaving or draft.stuck or draft.silent
+
+    @property
+    def verifies_early(self) -> bool:
+        """Whether its next round was requested, undrafted, before this one ended."""
+        return self.session.number in self.target.turns.owed
+
     def heard_of(self, worker: Worker) -> None:
         """Note that a worker has registered: if it was lost, only its connection had failed."""
         self.losses = [None if loss == worker.process else loss for loss in self.losses]

@@ -16,6 +16,7 @@ from dovetail.protocol.messages import (
     Open,
     Read,
     Refeed,
+    Verified,
     Verify,
     VerifyItem,
 )
@@ -27,7 +28,7 @@ from dovetail.runtime.engine.reading import AT_ONCE, chunked_s, in_order, pass_o
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.scheduler import Rest
+from dovetail.runtime.fleet.scheduler import Owed, Rest
 from dovetail.runtime.session.actions import Ask
 from dovetail.runtime.session.request import base_of
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
@@ -76,6 +77,9 @@ class CommandSender:
             self._close(running, worker, ask.role, ask.command)
         elif isinstance(ask.command, Open | Feed) and self._can_wait(running, worker, ask.command):
             self._postpone(running, worker, ask.command)
+        elif isinstance(ask.command, Verify) and worker.turns.asked_early(ask.command):
+            size, running.times.early = worker.traffic.order_bytes, True
+            self._left(worker, ask.command, (running.session.number,), size, running.mark_ns)
         else:
             number, turns = running.session.number, worker.turns
             if number in turns.postponed and isinstance(ask.command, Draft | Feed):
@@ -278,8 +282,29 @@ class CommandSender:
                     running.passed_on(size)
                 elif running.awaits(worker, message):
                     running.left(left_ns, each)
+                    if items and not items[0].tokens and worker.sessions == 1:
+                        self._verify_early(running, worker)
             except BaseException as error:
                 self._acts.broken(running, error)
+
+    def _verify_early(self, running: RunningRequest, worker: Worker) -> None:
+        """Send the verification of a lone session's next round as well, if it will be undrafted and
+        is needed: the target then does not wait between two passes. If the reply ends sooner, that
+        pass is in vain; a target that cannot undo its row to reuse the session waits."""
+        undone = worker.limits.shares or not worker.limits.kept
+        if not undone or worker.turns.waiting or running.session.room < 2:
+            return
+        if self._may_draft(running):
+            return
+        (ask,) = running.give(running.session.verify_early)
+        self._post.to_worker(worker, ask.command)
+        worker.turns.early[running.session.number] = Owed(Verified, running.session.round + 1)
+
+    def _may_draft(self, running: RunningRequest) -> bool:
+        """Return whether a session's next round may be drafted, or a draft may join it."""
+        if not running.lacks_draft:
+            return not running.controller.idle
+        return running.drafts and any(one.plays("draft") for one in self._registry.workers.values())
 
     def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:
         """Return whether a target delays a pass of these sessions for almost ready proposals, which

@@ -209,10 +209,8 @@ class Sessions:
 
     def _next_round(self, running: RunningRequest, asked: NextRound) -> Sequence[Action]:
         """Begin a session's next round, with another draft if it should get one."""
-        joining = None
-        draft = running.draft
-        away = draft is None or draft.standby or draft.leaving or draft.stuck or draft.silent
-        if running.drafts and away:
+        joining, early = None, running.verifies_early
+        if running.drafts and running.lacks_draft and not early:
             joining = self._moving.seek(running)
         plan = self.plan(running, asked) if joining is None and asked.may_draft else None
         if self._running.get(running.session.number) is not running:
@@ -226,7 +224,7 @@ class Sessions:
                 wait = partial(self._wait, running, running.session.round, plan.patience_s)
                 self._shared.notes.append(wait)
         return running.give(
-            running.session.next_round, plan, joining, plan is None and controller.idle
+            running.session.next_round, plan, joining, early or (plan is None and controller.idle)
         )
 
     def _wait(self, running: RunningRequest, round: int, patience_s: float) -> None:
@@ -253,6 +251,8 @@ class Sessions:
             running.joining = turns.busy_with(session.number)
         if not drafting:
             return None
+        if running.verifies_early:
+            return controller.plan(session.length, ready=False, patient=False)
         if session.number in turns.postponed:
             if not self._dispatch.can_draft(running):
                 return controller.plan(session.length, ready=False)

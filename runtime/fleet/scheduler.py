@@ -139,6 +139,8 @@ class Turns:
     waiting: deque[tuple[int, Waiting]] = field(default_factory=deque)
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
+    early: dict[int, Owed] = field(default_factory=dict)
+    """By session: the answers to verifications that were sent before the last verdict arrived."""
     postponed: dict[int, list[Open | Feed]] = field(default_factory=dict)
     """By session: prompts whose prefill is deferred."""
     void: set[int] = field(default_factory=set)
@@ -163,6 +165,11 @@ class Turns:
         for command in commands:
             self.ask(session, command)
         return bool(commands)
+
+    def asked_early(self, command: Verify) -> bool:
+        """Return whether this verification was sent before the last verdict arrived."""
+        item = command.items[0]
+        return self.owed.get(item.session) == Owed(Verified, item.round)
 
     def busy_with(self, session: int) -> bool:
         """Return whether the session waits for an answer."""
@@ -207,7 +214,10 @@ class Turns:
         del self.owed[session]
         self._reading.pop(session, None)
         wanted = session not in self.void
-        self.void.discard(session)
+        if (early := self.early.pop(session, None)) is not None:
+            self.owed[session] = early  # unwanted, too, if this one is
+        else:
+            self.void.discard(session)
         return wanted
 
     def read(self, session: int, round: int, done: int) -> bool:

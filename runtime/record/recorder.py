@@ -127,7 +127,7 @@ log = logging.getLogger("dovetail.coordinator")
 STEPS = (
     *("begin", "base_refused", "prefilled", "refed", "scored", "opened", "drafted", "sent"),
     *("verified", "draft_late", "draft_lost", "target_lost", "recovered", "tree_refused"),
-    *("next_round", "cancel", "abandon"),
+    *("next_round", "verify_early", "cancel", "abandon"),
 )
 """The methods of a session that change it."""
 PIECE_BYTES = 256 << 10  # bytes of a recording that are passed to the thread early

@@ -452,17 +452,31 @@ class Session(SessionState):
     ) -> list[Action]:
         """Make the target verify a tree. `drawn`: the proposal, if the target needs the
         distributions of its nodes; `hold`: the target holds the features that the draft reads."""
-        self.state, self.tree = State.VERIFYING, tree
-        self._hold = hold and self.draft_sync is not None and self.draft_sync.reads is not None
+        self.state, self.tree, self._hold = State.VERIFYING, tree, hold and self._reads_target
+        return [Ask("target", self._verification(tree, drawn, hold=self._hold))]
+
+    def verify_early(self) -> list[Ask]:
+        """Request the verification of the next round, which is undrafted, as the current one is."""
+        return [Ask("target", self._verification(NO_TREE, hold=self._reads_target, later=1))]
+
+    @property
+    def _reads_target(self) -> bool:
+        return self.draft_sync is not None and self.draft_sync.reads is not None
+
+    def _verification(
+        self, tree: TokenTree, drawn: Drafted | None = None, *, hold: bool, later: int = 0
+    ) -> Verify:
+        """Return the command that verifies a tree, `later` undrafted rounds after the current
+        one."""
         item = VerifyItem.unchecked(
             session=self.number,
-            round=self.round,
-            prefix=self.length,
+            round=self.round + later,
+            prefix=self.length + later,
             tokens=tree.tokens,
             parents=tree.parents,
-            hold=self._hold,
+            hold=hold,
         )
-        verify = Verify.unchecked(
+        return Verify.unchecked(
             epoch=self.epoch,
             type="verify",
             items=(item,),
@@ -470,7 +484,6 @@ class Session(SessionState):
             probabilities=None if drawn is None else drawn.probabilities,
             reads=(),
         )
-        return [Ask("target", verify)]
 
     def _finish(
         self, reason: FinishReason, begin: int | None = None, drafted: int = 0, shown: str = ""

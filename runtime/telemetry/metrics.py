@@ -39,6 +39,7 @@ class RoundTimes:
     target_queue_ns: int = 0
     coordinator_ns: int = 0
     experts: int = 0  # experts that the target's pass used, from its verdict
+    early: bool = False  # True if its pass was requested during the previous one
 
     @property
     def own_ns(self) -> int:

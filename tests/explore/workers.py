@@ -8,6 +8,7 @@ from dovetail.protocol.messages import (
     Draft,
     Drafts,
     Event,
+    Failed,
     Feed,
     Open,
     Read,
@@ -33,6 +34,8 @@ class CarefulTarget(ScriptedTarget):
             items = tuple(item for item in command.items if not self._is_done(item))
             reads = tuple(item for item in command.reads if not was_read(self, item))
             self.stale += len(command.items) - len(items) + len(command.reads) - len(reads)
+            if any(item.round > self.rounds[item.session] + 1 for item in items):
+                return [self._refused(item) for item in items]  # the round before never arrived
             return super().work(command.model_copy(update={"items": items, "reads": reads}))
         if isinstance(command, Refeed) and command.session in self.begun:
             self.stale += 1
@@ -44,6 +47,10 @@ class CarefulTarget(ScriptedTarget):
 
     def _is_done(self, item: VerifyItem) -> bool:
         return item.round <= self.rounds[item.session]
+
+    def _refused(self, item: VerifyItem) -> Failed:
+        about = {"session": item.session, "round": item.round}
+        return Failed(epoch=self.epoch, **about, code="prefix", text="rounds are consecutive")
 
 
 def was_read(worker: ScriptedWorker, item: ReadItem) -> bool:

@@ -16,6 +16,7 @@ from dovetail.protocol.codec import encode
 from dovetail.protocol.keys import generate_keys
 from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import (
+    Close,
     Command,
     Draft,
     Event,
@@ -609,7 +610,7 @@ class AtWork(CarefulTarget):
             return [probed.model_copy(update={"busy": self.at_work})]
         events = super().handle(command)
         if isinstance(command, Verify) and self.at_work:
-            self.held = events
+            self.held = [*getattr(self, "held", ()), *events]
             return []
         return events
 
@@ -687,6 +688,21 @@ def test_a_worker_at_work_is_not_lost_however_long_it_takes() -> None:
         target.link.send(encode(event))
     (end,) = [reply for reply in house.replies() if isinstance(reply, Finished)]
     assert (end.request, list(end.result.token_ids)) == (request, continuation(PROMPT, 60))
+
+
+def test_a_pass_in_vain_after_the_end_of_a_reply_is_no_fault() -> None:
+    house = House(draft=False, target=False)
+    sharing = ROOMY.model_copy(update={"shares": True})
+    house.target = target = house.add(CarefulTarget, "target", limits=sharing)
+    for _ in range(2):
+        expected = continuation(PROMPT, 20)
+        end = next(place for place in range(9, 20) if expected[place] not in expected[:place])
+        finished = house.complete(end=[expected[end]])
+        assert list(finished.result.token_ids) == expected[: end + 1]
+        rounds = [c.items[0].round for c in target.seen if isinstance(c, Verify)]
+        assert rounds[-1] == end + 1, "the next round was requested before the verdict"
+    assert (house.report().stale, target.failures) == (0, [])
+    assert isinstance(target.seen[-1], Close)
 
 
 def test_an_answer_that_crosses_a_probe_is_an_answer() -> None:

@@ -206,10 +206,10 @@ class ScriptedWorker:
         self.limits = introduction.limits
         self.link.send(encode(introduction))
 
-    def step(self) -> int:
-        """Handle everything that has arrived; how much that was."""
+    def step(self, most: int = 1 << 30) -> int:
+        """Handle everything that has arrived, or `most` messages; how much that was."""
         handled = 0
-        while (frames := self.link.receive(0)) is not None:
+        while handled < most and (frames := self.link.receive(0)) is not None:
             command = COMMAND.decode(frames)
             self.seen += command.split() if isinstance(command, Drafts) else [command]
             handled += 1

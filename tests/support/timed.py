@@ -230,7 +230,7 @@ class TimedHouse:
         while busy:
             self.clock.pass_s(HOST_S)
             self.coordinator.pump()
-            busy = bool(self.target.step() + self.draft.step())
+            busy = bool(self.target.step(1) + self.draft.step(1))  # it looks between two passes
 
     def complete(
         self,
