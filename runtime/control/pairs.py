@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from dovetail.protocol.messages import Drafted, Hello, PairState
 from dovetail.runtime.control.on_off import SETTLING, Crowd, Experience, OnOff
 from dovetail.runtime.control.rounds import MOST_CALIBRATION, Load, Round
-from dovetail.runtime.costs.rounds import Average, PairCosts, add_all
+from dovetail.runtime.costs.rounds import Average, PairCosts
 
 BLOCK = 12  # rounds of a block of a trial
 TURNS: Sequence[bool] = (False, True, True, False, False, True, True, False)
@@ -150,7 +150,8 @@ class Pair:
         ]
         if (expected := done.begun.expected) is not None:
             told += zip((self.expected_tokens, self.predicted_s), expected, strict=True)
-        add_all(told)
+        for average, value in told:
+            average.add(value)
         self.rounds += 1
         self.context = float(done.context)
 

@@ -3,7 +3,6 @@ drafting for which it waits, the target's pass T_V(M, context) over M rows, and 
 and the coordinator. Drafting takes t_D(rows) per pass, plus a constant per proposal."""
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, log
 
@@ -27,14 +26,6 @@ class Average:
         self.count += 1
         self.known = True
         self.value += (value - self.value) / min(self.count, self.recent)
-
-
-def add_all(told: Iterable[tuple[Average, float]]) -> None:
-    """Add a value to each of these averages; a round has many."""
-    for average, value in told:
-        average.count += 1
-        average.known = True
-        average.value += (value - average.value) / min(average.count, average.recent)
 
 
 class Lags:

@@ -10,6 +10,7 @@ handles tensors or model files. A peer that breaks the protocol is counted and r
 makes `pump` raise. Workers found to be gone are removed once the message is handled. Clock, threads
 and timers are arguments: `loop.py` provides real ones."""
 
+import gc
 import logging
 import secrets
 import time
@@ -181,9 +182,11 @@ class Coordinator:
     # -- what arrives ------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Handle every message that has arrived."""
+        """Handle every message that has arrived. Garbage is collected only once the workers have
+        their commands."""
         while (arrived := self._hub.receive()) is not None:
             peer, frames = arrived
+            gc.disable()
             self._receive(peer, frames, self.now_ns())
         self._record(lambda recorder: recorder.settle())
 
@@ -319,6 +322,7 @@ class Coordinator:
             aside(self._intake.claim)
         if len(self._shared.queue):
             aside(self._starting.admit)
+        gc.enable()
         self._shared.keep_books()
         self._sessions.settle()
         self._census.forget()

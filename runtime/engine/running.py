@@ -220,11 +220,6 @@ class RunningRequest:
         draft = self.draft
         return draft is None or draft.standby or draft.leaving or draft.stuck or draft.silent
 
-    @property
-    def verifies_early(self) -> bool:
-        """Whether its next round was requested, undrafted, before this one ended."""
-        return self.session.number in self.target.turns.owed
-
     def heard_of(self, worker: Worker) -> None:
         """Note that a worker has registered: if it was lost, only its connection had failed."""
         self.losses = [None if loss == worker.process else loss for loss in self.losses]

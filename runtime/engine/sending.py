@@ -78,7 +78,7 @@ class CommandSender:
         elif isinstance(ask.command, Open | Feed) and self._can_wait(running, worker, ask.command):
             self._postpone(running, worker, ask.command)
         elif isinstance(ask.command, Verify) and worker.turns.asked_early(ask.command):
-            size, running.times.early = worker.traffic.order_bytes, True
+            size, running.times.early = worker.traffic.order_bytes, 1
             self._left(worker, ask.command, (running.session.number,), size, running.mark_ns)
         else:
             number, turns = running.session.number, worker.turns
@@ -309,6 +309,8 @@ class CommandSender:
     def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:
         """Return whether a target delays a pass of these sessions for almost ready proposals, which
         would otherwise wait for the next pass."""
+        if len(sessions) == len(self._running):
+            return False
         now_ns = self._post.now_ns()
         if worker.held_until_ns is not None and now_ns >= worker.held_until_ns:
             return False

@@ -209,7 +209,7 @@ class Sessions:
 
     def _next_round(self, running: RunningRequest, asked: NextRound) -> Sequence[Action]:
         """Begin a session's next round, with another draft if it should get one."""
-        joining, early = None, running.verifies_early
+        joining, early = None, running.session.number in running.target.turns.owed
         if running.drafts and running.lacks_draft and not early:
             joining = self._moving.seek(running)
         plan = self.plan(running, asked) if joining is None and asked.may_draft else None
@@ -251,7 +251,7 @@ class Sessions:
             running.joining = turns.busy_with(session.number)
         if not drafting:
             return None
-        if running.verifies_early:
+        if session.number in running.target.turns.owed:  # this round was requested early
             return controller.plan(session.length, ready=False, patient=False)
         if session.number in turns.postponed:
             if not self._dispatch.can_draft(running):

@@ -67,8 +67,4 @@ class Shared(EngineState):
     def keep_books(self) -> None:
         """Do the deferred bookkeeping; errors are logged."""
         while self.notes:
-            aside(self._keep_books)
-
-    def _keep_books(self) -> None:
-        while self.notes:
-            self.notes.popleft()()
+            aside(self.notes.popleft())

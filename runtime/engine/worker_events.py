@@ -79,7 +79,7 @@ class WorkerEvents:
         """End the session of an answer that could not be handled, and free the worker for the
         others."""
         if answer is not None:
-            worker.turns.settle(session, answer)
+            worker.turns.answered(session, answer)
         if (running := self._running.get(session)) is None:
             raise error
         self._acts.broken(running, error)

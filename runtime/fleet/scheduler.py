@@ -246,11 +246,6 @@ class Turns:
         waiting = {number: rest for number, rest in self.waiting if isinstance(rest, Rest)}
         return {number: rest.done for number, rest in {**waiting, **self._reading}.items()}
 
-    def settle(self, session: int, answer: Owed) -> None:
-        """Note an answer that could not be handled, so that the worker is free."""
-        if self.owed.get(session) == answer:
-            self.answered(session, answer)
-
     def forget(self, session: int) -> Sequence[Command]:
         """Drop and return what waits for an ended session; its next answer is stale."""
         if session in self.owed:

@@ -19,7 +19,6 @@ depend only on its events and their arguments. It has no sockets, no clock (time
 nanoseconds) and no workers: an `Ask` names a role, and the scheduler decides when it is sent."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
@@ -314,21 +313,14 @@ class Session(SessionState):
     ) -> list[Action]:
         """End a round in which these nodes were accepted; `tokens`: theirs and the bonus."""
         before, drafted = len(self.tokens), len(self.tree.tokens)
-        ended = RoundFacts(
-            self.round,
-            self.length,
-            self.proposal,
-            drafted,
-            accepted,
-            tokens[-1],
-            times or RoundTimes(),
-        )
+        about = self.round, self.length, self.proposal, drafted, accepted, tokens[-1]
         if self.draft_sync is not None:
             self.draft_sync.committed(accepted, tokens[-1], features, ordered=self._ordered)
         actions = self._commit(tokens, margins, logprobs, drafted=len(accepted))
         committed = len(self.tokens) - before
         self.accounts.verdict(drafted, min(len(accepted), committed), committed)
-        self.ended = replace(ended, committed=committed) if committed < len(tokens) else ended
+        cut = committed if committed < len(tokens) else None
+        self.ended = RoundFacts(*about, times or RoundTimes(), cut)
         if self.request.record:
             actions.insert(1, Note(self.ended.record()))
         return actions

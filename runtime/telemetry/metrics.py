@@ -4,8 +4,8 @@ monotonic clock."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from dovetail.protocol.messages import Drafted, FinishReason, KeyWaits, Result, RoundRecord, Totals
 from dovetail.protocol.spans import Span
@@ -39,7 +39,7 @@ class RoundTimes:
     target_queue_ns: int = 0
     coordinator_ns: int = 0
     experts: int = 0  # experts that the target's pass used, from its verdict
-    early: bool = False  # True if its pass was requested during the previous one
+    early: int = 0  # 1 if its pass was requested during the previous one, else 0
 
     @property
     def own_ns(self) -> int:
@@ -68,8 +68,7 @@ class RoundTimes:
         return self.draft_queue_ns + self.target_queue_ns
 
 
-@dataclass(frozen=True)
-class RoundFacts:
+class RoundFacts(NamedTuple):
     """An ended round, before its record is requested."""
 
     round: int
@@ -108,10 +107,8 @@ class RoundFacts:
         """Return the facts without a proposal's probabilities, which can be large."""
         if self.proposal is None or self.proposal.candidates is None:
             return self
-        return replace(
-            self,
-            proposal=self.proposal.model_copy(update={"candidates": None, "probabilities": None}),
-        )
+        dropped = {"candidates": None, "probabilities": None}
+        return self._replace(proposal=self.proposal.model_copy(update=dropped))
 
 
 @dataclass

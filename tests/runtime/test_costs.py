@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dovetail.protocol.calibration import ContextCurve, ExpertCosts, RowsSeconds
 from dovetail.protocol.experts import Routing
 from dovetail.runtime.costs.passes import FIRST_ROWS, KEPT, RowCosts, bucket
-from dovetail.runtime.costs.rounds import Average, Lags, Messages, PairCosts, add_all
+from dovetail.runtime.costs.rounds import Average, Lags, Messages, PairCosts
 
 PROFILE = tuple(
     ContextCurve(
@@ -194,7 +194,8 @@ def test_a_round_without_a_draft_costs_the_same_whoever_asks_and_whatever_is_kno
 ):
     costs = PairCosts()
     costs.target.observe(1, 0.02)
-    add_all(((costs.target_hop_s, 0.001), (costs.host_s, 0.0005)))
+    costs.target_hop_s.add(0.001)
+    costs.host_s.add(0.0005)
     for host_s in (0.0, 0.0002):
         expected = pytest.approx(0.021 + host_s)
         assert costs.alone_s() == costs.round_s(rows=1, exposed_s=0.0) == expected
