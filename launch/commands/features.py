@@ -22,7 +22,7 @@ from dovetail.launch.console.terminal import counted, note, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.processes.preflight import check_model
 from dovetail.launch.settings.models import DEMO_FOLDER
-from dovetail.launch.training.run import show_progress
+from dovetail.launch.training.run import show_progress, weights_of
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ if TYPE_CHECKING:
     help="Type of the stored states.  [default: bfloat16 if the checkpoint is, else float16]",
 )
 @option(
-    "--weights", default="fp32", help="Weights of the target: fp32 or half; choose half on a GPU."
+    "--weights",
+    show_default="file for GGUF files, else fp32",
+    help="Weights of the target, as it will be served; choose half on a GPU.",
 )
 @option("--device", default="cpu", help="Where the target computes: cpu or cuda:N.")
 @click.option(
@@ -112,7 +114,7 @@ def command(
     context: int | None,
     long: str,
     dtype: "HalfType | None",
-    weights: str,
+    weights: str | None,
     device: str,
     regenerate: bool,
     temperatures: tuple[float, ...],
@@ -135,7 +137,7 @@ def command(
 
     if any(math.isnan(temperature) for temperature in temperatures):  # which no range excludes
         raise UserError("--temperature nan is not a temperature: write one such as 1")
-    name = states.ready_device(device)
+    name, weights = states.ready_device(device), weights or weights_of(target, device)
     reader = corpus.open_reader(target)
     with held(out):
         if regenerate:

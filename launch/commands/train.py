@@ -49,8 +49,10 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option(
         "--features",
+        multiple=True,
         type=FOLDER,
-        help="The target's states, written by `dovetail features`, instead of --data.",
+        help="The target's states, written by `dovetail features`, instead of --data; can be "
+        "repeated.",
     ),
     click.option(
         "--target",
@@ -117,11 +119,24 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         help="Width of the MLP, of each expert with Jakiro.  [default: the target's; Jakiro: "
         "its hidden width]",
     ),
+    option(
+        "--draft-vocabulary",
+        type=click.IntRange(min=2),
+        show_default="all, or 16,384 of more than 32,768",
+        help="How many of the most frequent tokens of the data the head can propose.",
+    ),
     rare(
         "--begin",
-        type=click.Choice(["target", "random"]),
         default="target",
-        help="Initial weights: the target's last layers if they fit, or random.",
+        help="Initial weights: target (its last layers if they fit), random, or the folder of a "
+        "trained head, which then learns more.",
+    ),
+    rare(
+        "--store",
+        type=click.Choice(["fp16", "int8"]),
+        default="fp16",
+        help="Type of the head's matrices in its folder; int8 takes half, and is drafted with in "
+        "8 bits.",
     ),
     rare("--threads", type=COUNT, help="CPU threads.  [default: torch's]"),
 )

@@ -8,6 +8,7 @@ positions, N nodes at one; position i follows the prompt and the first i + 1 tok
 the last of which is the root."""
 
 import heapq
+import json
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -160,21 +161,22 @@ class Published:
 
     tokens: float
     tree: Tree
-    where: str
+    where: str  # with the text, at temperature 0
     decay: float = 0.4
     """Fitted to EAGLE-2's 3.95 with 15 and 4.49 with 59 nodes (Dovetail paper, Tables 3 and 6)."""
 
 
+BENCH = ", on MT-bench at T = 0"
 PUBLISHED = {
     "small": Published(
         4.85,
         Tree("budget", 15, 16, 10),
         "Dovetail paper, Table 10: TinyLlama with Llama-2 7B, whose 7.43 with 127 nodes gives "
-        "the decay",
+        "the decay" + BENCH,
         0.8,
     ),
     "substitute": Published(
-        27.08, Tree("beam", 288, 48, 6), "SubSpec paper, Table 5: Qwen2.5 7B", 0.8
+        27.08, Tree("beam", 288, 48, 6), "SubSpec paper, Table 5: Qwen2.5 7B" + BENCH, 0.8
     ),
 }
 
@@ -186,7 +188,19 @@ def published(kind: str, blocks: int = 1) -> Published:
         return PUBLISHED[kind]
     figures = figures_of(kind)
     tokens, tree = figures.tokens[min(blocks, len(figures.tokens)) - 1], Tree(*figures.tree)
-    return Published(tokens, tree, figures.source.format(blocks=blocks))
+    return Published(tokens, tree, figures.source.format(blocks=blocks) + BENCH)
+
+
+def trained(folder: Path) -> Published | None:
+    """Return what a head's chains gained at the end of its training, by the record in its folder;
+    None without one."""
+    try:
+        last = json.loads((folder / "training.json").read_bytes())["checks"][-1]
+        tokens, depth = float(last["length"]), len(last["at"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    where = "simulated when it was trained, on held-out text at T = 0"
+    return Published(tokens, Tree("dynamic", depth, depth, 1), where)
 
 
 def figures_of(kind: str) -> Figures:
@@ -217,7 +231,7 @@ class Assumed:
             low,
             source.decay,
             f"assumed: {source.tokens:g} tokens a round with {source.tree.gamma} nodes "
-            f"({source.where}, on MT-bench at T = 0)",
+            f"({source.where})",
         )
 
     def tokens(self, tree: Tree) -> float:

@@ -17,6 +17,7 @@ from dovetail.launch.planning.acceptance import (
     Recorded,
     figures_of,
     published,
+    trained,
 )
 from dovetail.launch.planning.designs import (
     LOOKUP,
@@ -211,7 +212,8 @@ class Reader:
             raise UserError(f"the head {source} is {sizes}")
         blocks = own.layers
         name = f"{kind} head {folder.name} of {counted(blocks, 'block')}"
-        return self._candidate(kind, name, head_size(own, blocks), settings, blocks, source=source)
+        size = head_size(own, blocks)
+        return self._candidate(kind, name, size, settings, blocks, source=source, folder=folder)
 
     def _candidate(
         self,
@@ -222,11 +224,15 @@ class Reader:
         blocks: int | None = None,
         lacks: str = "",
         source: str = "",
+        folder: Path | None = None,
     ) -> Candidate:
         acceptance: Acceptance = UNCOUNTED
         trees = [Tree("dynamic", 1, 1, 1)]
         if kind != LOOKUP:
-            acceptance = self._known(kind, source) or Assumed.of(published(kind, blocks or 1))
+            measured = None if folder is None else trained(folder)
+            acceptance = self._known(kind, source) or Assumed.of(
+                measured or published(kind, blocks or 1)
+            )
             trees = trees_of(kind, acceptance, self._width)
         return Candidate(
             kind, name, size, DraftSettings(**settings), acceptance, blocks, lacks, trees

@@ -12,7 +12,7 @@ from dovetail.launch.machine.sharding import choice_of
 from dovetail.launch.planning.designs import LOOKUP, design_of, on_kernels, read_config
 from dovetail.launch.processes.stack import layout_of, processes_of
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
-from dovetail.launch.settings.models import keeps_blocks
+from dovetail.launch.settings.models import boxed_heads, keeps_blocks
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import DRAFT_KINDS
 from dovetail.workers import kernels
@@ -118,7 +118,7 @@ def _with_draft(
         found = [*drafts_there(configuration, folder)]
         if found:
             found += _reader(configuration, folder).read([LOOKUP])
-            return _best(configuration, found, say)
+            return _best(configuration, folder, found, say)
     except UserError as error:
         return _lookup(configuration, f"no plan can be made of the target ({error})")
     return _lookup(configuration, "there is no head of the target and no smaller model")
@@ -129,8 +129,17 @@ def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list
     return chosen, [f"draft {LOOKUP} (a look-up in the text): {why}; change with --draft"]
 
 
+def _why_boxed(head: Path, target: Path) -> str:
+    """Return why a head that comes with dovetail is one for a target."""
+    from dovetail.workers.models.checkpoints.checkpoint import open_weights  # imports torch
+
+    made_for = read_json(head / "config.json").get("dovetail", {}).get("trained_for")
+    same = made_for == open_weights(target).digest
+    return "trained for this very file" if same else "trained for a model of this shape"
+
+
 def _best(
-    configuration: Configuration, found: "Sequence[Candidate]", say: Say
+    configuration: Configuration, folder: Path, found: "Sequence[Candidate]", say: Say
 ) -> tuple[Configuration, list[str]]:
     from dovetail.launch.planning.subject import ready_of, subject_here
 
@@ -146,6 +155,8 @@ def _best(
     gain = "" if alone is None else f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without"
     expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"
     model, name = best.candidate.settings.model, best.candidate.name
+    if Path(model) in boxed_heads():
+        name += f", {_why_boxed(Path(model), folder)}"
     chosen = configuration.over("chosen", {"draft.model": model})
     return chosen, [f"draft {view.spelled(model)} ({name}): {expected}; change with --draft"]
 
@@ -200,7 +211,7 @@ def _nearby(target: Path) -> Iterator[Path]:
     beside = sorted(place.parent.iterdir())
     names = models_in(path.name for path in beside if is_gguf(path) and path not in files)
     most = sum(file.stat().st_size for file in files or [place]) / SMALLER
-    for path in [*beside, *cached_folders()]:
+    for path in [*beside, *cached_folders(), *boxed_heads()]:
         if path.resolve() == place.resolve():
             continue
         with suppress(CheckpointError, OSError):

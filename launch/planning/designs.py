@@ -327,21 +327,25 @@ class DraftSize:
 def small_size(own: Design) -> DraftSize:
     """A smaller model, in 16 bits, or in the blocks of its file."""
     if not any(tensor.packed_bytes for tensor in own.tensors):
-        return _in_16_bits(own, own.layers, 0)
+        return _plain_size(own, own.layers, 0)
     sizes = own.sizes(FILE)
     beside = own.working_bytes(own.layers)
     return DraftSize(own.layers, own.block, own.head, sizes.layer, sizes.head, beside)
 
 
 def head_size(own: Design, blocks: int) -> DraftSize:
-    """A head of this many blocks, with embedding and output head in 16 bits."""
-    return _in_16_bits(own, blocks, 2 * own.hidden**2)
+    """A head of this many blocks in 16 bits, or in 8 if its config.json says so, with an output
+    head of its own vocabulary."""
+    vocabulary = own.config.get("draft_vocab_size") or own.vocabulary
+    own = replace(own, config={**own.config, "vocab_size": vocabulary})
+    each = 1 if own.config.get("quantization_config") else HALF
+    return _plain_size(own, blocks, 2 * own.hidden**2, each)
 
 
-def _in_16_bits(own: Design, layers: int, fusion: int) -> DraftSize:
+def _plain_size(own: Design, layers: int, fusion: int, each: int = HALF) -> DraftSize:
     other = own.head + fusion
     return DraftSize(
-        layers, own.block, other, own.block * HALF, other * HALF, own.working_bytes(layers)
+        layers, own.block, other, own.block * each, other * each, own.working_bytes(layers)
     )
 
 

@@ -41,6 +41,12 @@ def head_folder(kind: str) -> Path:
     return DEMO_FOLDER / "heads" / kind
 
 
+def boxed_heads() -> list[Path]:
+    """Return the folders of the heads of public models that come with dovetail."""
+    folders = sorted((DEMO_FOLDER / "heads").iterdir())
+    return [folder for folder in folders if folder.name not in HEAD_KINDS]
+
+
 FUNCTIONS = {"fp32": "the file's exact function", "half": "exact only for 16-bit files"}
 """Weights -> the function that they compute from a GGUF file; others compute another function."""
 BLOCKS = {"int8": "its blocks, times activations in int8", "fp32": FUNCTIONS["fp32"]}

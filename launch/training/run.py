@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from dovetail.launch.files.charts import Curve, check_charts, draw
-from dovetail.launch.settings.models import DEMO_FOLDER
+from dovetail.launch.settings.models import DEMO_FOLDER, keeps_blocks
 from dovetail.protocol.errors import UserError
-from dovetail.workers.training.recipes import TRAINED, recipe_of
+from dovetail.protocol.settings import TargetSettings
+from dovetail.workers.models.checkpoints.gguf.view import FILE
+from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.training.recipes import TRAINED, draft_vocabulary, recipe_of
 
 if TYPE_CHECKING:
     from dovetail.workers.training.data.features import Features
@@ -41,7 +44,7 @@ class TrainingOptions:
     own: Mapping[str, Any] = field(default_factory=dict)
     """The options specific to this kind, by field."""
     data: tuple[Path, ...] = ()
-    features: Path | None = None
+    features: tuple[Path, ...] = ()
     target: str | None = None
     regenerate: bool = False
     minutes: float | None = None
@@ -58,7 +61,10 @@ class TrainingOptions:
     warm_up: int | None = None
     number: Literal["fp32", "bf16"] | None = None
     intermediate: int | None = None
-    begin: Literal["target", "random"] = "target"
+    draft_vocabulary: int | None = None
+    store: Literal["fp16", "int8"] = "fp16"
+    begin: str = "target"
+    """target, random, or the folder of a trained head."""
     threads: int | None = None
     processes: int = 1
 
@@ -70,7 +76,7 @@ class TrainingOptions:
 
 
 def train_head(wish: TrainingOptions) -> "Trained | None":
-    if (wish.features is None) == (not wish.data):
+    if bool(wish.features) == bool(wish.data):
         raise UserError("give either --data FILE, or --features DIR from `dovetail features`")
     if wish.regenerate and not wish.data:
         remedy = "for --features use `dovetail features --regenerate`"
@@ -89,7 +95,7 @@ def train_head(wish: TrainingOptions) -> "Trained | None":
 
 
 def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> "Trained | None":
-    from dovetail.workers.training.folder import config_of, write_head
+    from dovetail.workers.training.folder import config_of, read_weights, write_head
     from dovetail.workers.training.run import silent
     from dovetail.workers.training.target_parts import read_target
     from dovetail.workers.training.trainer import train_head as train
@@ -103,10 +109,13 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
     shape, plan = _shape(wish, features, target), _plan(wish, target, peers)
     about: dict[str, Any] = {"target": target.digest, "data": features.digest}
     about |= {"taps": features.origin.taps, "begin": wish.begin}
+    stream = features.stream()
 
     def prepare(head: "TrainableHead") -> None:
         if wish.begin == "target":
-            head.begin_with(target)
+            head.begin_with(target, **({} if stream is None else {"stream": stream}))
+        elif wish.begin != "random":
+            read_weights(head, Path(wish.begin))
 
     with show_progress() as show:
         told = silent if peers.rank else show
@@ -131,7 +140,7 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
     }
     with place.result() as folder:
         config = config_of(shape, trained_for=target.digest, taps=features.origin.taps)
-        write_head(folder, trained.head, config, texts)
+        write_head(folder, trained.head, config, texts, target.frozen, store=wish.store)
     return trained
 
 
@@ -141,20 +150,32 @@ def _features(wish: TrainingOptions) -> "tuple[Features, str]":
     from dovetail.workers.training.data.states import open_states
     from dovetail.workers.training.regenerate import Writing, regenerate_files
 
-    if wish.features is not None:
+    if wish.features:
         stored = open_features(wish.features)
         return stored, wish.target or stored.origin.target
     target = wish.target or str(DEMO_FOLDER / "target")
     reader, files = open_reader(target), wish.data
     if wish.regenerate:
         files = (wish.out.with_name(wish.out.name + ".answers.jsonl"),)
+        writing = Writing(seed=wish.seed)
         with show_progress() as show:
             regenerate_files(
-                wish.data, target, reader.renderer, files[0], Writing(seed=wish.seed), progress=show
+                *(wish.data, target, reader.renderer, files[0], writing),
+                weights=weights_of(target),
+                progress=show,
             )
     examples = read_examples(files, reader)
     taps = "auto" if recipe_of(wish.kind).trainable.reads_taps else "none"
-    return online_features(examples, open_states(target, taps=taps)), target
+    return online_features(
+        examples, open_states(target, taps=taps, weights=weights_of(target))
+    ), target
+
+
+def weights_of(target: str, device: str = "cpu") -> str:
+    """Return the weights with which a target is computed by default: a GGUF file's blocks, as when
+    it is served, else fp32."""
+    settings = TargetSettings(model=str(find_folder(target)))
+    return FILE if device == "cpu" and keeps_blocks(settings) else "fp32"
 
 
 def _shape(wish: TrainingOptions, features: "Features", target: "TargetParts") -> "HeadShape":
@@ -163,7 +184,8 @@ def _shape(wish: TrainingOptions, features: "Features", target: "TargetParts") -
     own, origin = wish.chosen(recipe=False), features.origin
     vocabulary = origin.vocabulary_size
     kind = recipe_of(wish.kind)
-    choices = kind.choices(own, taps=origin.taps, vocabulary_size=vocabulary)
+    own["draft_vocabulary"] = draft_vocabulary(wish.draft_vocabulary, vocabulary)
+    choices = kind.choices(own, taps=origin.taps)
     sizes: dict[str, Any] = {"context": origin.context, "intermediate": wish.intermediate}
     return shape_for(wish.kind, target, **sizes, **choices)
 
@@ -230,12 +252,13 @@ from every position on the head's own output, against the target's choices at te
 
 def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
     plan, last, shape = trained.plan, trained.checks[-1], trained.head.shape
+    reduced = shape.own_vocabulary < shape.vocabulary
     return CARD.format(
         title=what[0].upper() + what[1:].split(":")[0],
         kind=kind,
         target=public_name(features.origin.target),
         digest=features.origin.digest,
-        and_head="" if trained.head.own_output else " and output head",
+        and_head="" if trained.head.own_output or reduced else " and output head",
         parameters=trained.outcome.parameters,
         shape=_shape_in_words(trained),
         data_tokens=features.tokens,
@@ -264,6 +287,8 @@ def public_name(target: str) -> str:
     which is private."""
     if Path(target).is_dir():
         return f"the model in a folder called {Path(target).resolve().name}"
+    if Path(target).is_file():
+        return f"the model in a file called {Path(target).name}"
     return target
 
 
@@ -272,6 +297,8 @@ def _shape_in_words(trained: "Trained") -> str:
     heads = f"{shape.heads} heads, {shape.kv_heads} of keys and values"
     sizes = (f"hidden {shape.hidden}", f"MLP {shape.intermediate}", heads)
     words = recipe_of(shape.kind).shape_words(shape)
+    if shape.own_vocabulary < shape.vocabulary:
+        words.append(f"{shape.own_vocabulary:,} of {shape.vocabulary:,} tokens")
     return "; ".join([*sizes, f"{shape.blocks} block(s)", *words])
 
 
@@ -291,11 +318,11 @@ def _losses(trained: "Trained") -> str:
 
 
 def _more(trained: "Trained", vocabulary: int) -> str:
-    lines, covered = "", trained.draft_coverage
+    lines = ""
     if (share := trained.checks[-1].contrast) is not None:
         lines += f"| accepted at depth 2 from the contrast | {share:.1%} |\n"
-    if covered is not None and trained.head.shape.own_vocabulary < vocabulary:
-        lines += f"| tokens of the data that it can propose | {covered:.2%} |\n"
+    if trained.head.shape.own_vocabulary < vocabulary:
+        lines += f"| tokens of the data that it can propose | {trained.draft_coverage:.2%} |\n"
     return lines
 
 
@@ -324,7 +351,7 @@ def curves(trained: "Trained") -> Mapping[str, str]:
     }
 
 
-PLAIN_LINE_EVERY_S = 15.0
+PLAIN_LINE_EVERY_S = 60.0
 
 
 def tell(result: Mapping[str, Any], line: str, *, as_json: bool) -> None:
@@ -371,4 +398,6 @@ def _plain_lines() -> "Callable[[Progress], None]":
 def _note(at: "Progress") -> str:
     loss = "" if at.loss != at.loss else f", loss {at.loss:.3f}"
     speed = f", {at.tokens / at.spent_s:,.0f}/s" if at.spent_s else ""
-    return f"{at.tokens:,} tokens{speed}{loss}{', ' if at.note else ''}{at.note}"
+    left = at.spent_s * (1 / at.done - 1) / 60 if 0 < at.done < 1 else 0.0
+    time_left = f", {left:.0f} minutes left" if left >= 1 else ""
+    return f"{at.tokens:,} tokens{speed}{loss}{', ' if at.note else ''}{at.note}{time_left}"

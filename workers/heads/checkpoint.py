@@ -30,7 +30,7 @@ from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.checkpoint import stored_tensors
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES
+from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES, Stored
 
 EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -42,6 +42,7 @@ EMBEDDINGS = (
 OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
 """The families' names of the embedding and of the output head; a model without the latter ties it
 to the embedding."""
+LARGE = 1 << 24  # numbers of a table that is not widened to 32 bits
 TABLES = ("d2t", "t2d")  # tables of token ids; all other tensors are weights
 
 log = logging.getLogger(__name__)
@@ -102,15 +103,23 @@ class _Target:
 
     def embedding(self) -> Tensor:
         """[V, width] as stored."""
-        return self._stored[self._embedding].read(self._embedding, checked=True)
+        return read_shared(self._stored[self._embedding], self._embedding, checked=True)
 
     def output(self, embedding: Tensor) -> Tensor:
         """[V, width] as stored: `embedding` itself if the two are tied."""
         return (
             embedding
             if self._output == self._embedding
-            else self._stored[self._output].read(self._output, checked=True)
+            else read_shared(self._stored[self._output], self._output, checked=True)
         )
+
+
+def read_shared(stored: Stored, name: str, *, checked: bool = False) -> Tensor:
+    """Return a target's tensor as stored, but a large one that is decoded from blocks in fp16: it
+    would take four bytes a number."""
+    found = stored.read(name, checked=checked)
+    decoded = type(stored) is not Stored and found.dtype == torch.float32
+    return found.half() if decoded and found.numel() > LARGE else found
 
 
 def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadCheckpoint:
@@ -150,6 +159,7 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
         embedding,
         output,
         tokens,
+        files.coded,
     )
 
 

@@ -97,7 +97,7 @@ class Eagle3(HeadKind):
     figures = Figures((6.15,), GPU, "HeteroSpec paper, Table 1: EAGLE-3 with Llama-3.1 8B")
 
     def recognises(self, shapes: Shapes) -> bool:
-        own = {"d2t", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}
+        own = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}
         return not own.isdisjoint(shapes)
 
     def rename(self, plain: str) -> str:

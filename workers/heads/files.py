@@ -19,6 +19,7 @@ from dovetail.workers.heads.spec import Shape, listed
 from dovetail.workers.models.checkpoints.checkpoint import open_weights, stored_tensors
 from dovetail.workers.models.checkpoints.files import read_json, unreadable
 from dovetail.workers.models.checkpoints.hub import HUB_FILES, PICKLED_FILES, find_folder
+from dovetail.workers.models.checkpoints.quantised.tensors import CodedTensor
 from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES
 
 PICKLED = "pytorch_model.bin"
@@ -35,6 +36,7 @@ class HeadFiles:
     shapes: Mapping[str, Shape]
     types: Mapping[str, torch.dtype | None]  # name -> type; None: a type that heads do not support
     read: Callable[[str], Tensor]
+    coded: bool = False  # True if matrices are stored as codes in 8 bits
 
 
 def classify(source: str, *, allow_bin: bool = False) -> str | None:
@@ -76,8 +78,13 @@ def _open_safetensors(folder: Path, config: Mapping[str, Any]) -> HeadFiles:
         for name, stored in weights.tensors.items()
     }
     shapes = {name: stored.shape for name, stored in weights.tensors.items()}
+    coded = any(
+        isinstance(stored, CodedTensor) and stored.in_8_bits for stored in weights.tensors.values()
+    )
     return HeadFiles(
-        folder, config, weights.digest, shapes, types, lambda name: weights.tensors[name].read(name)
+        *(folder, config, weights.digest, shapes, types),
+        lambda name: weights.tensors[name].read(name),
+        coded,
     )
 
 

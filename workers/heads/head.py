@@ -34,7 +34,8 @@ from dovetail.workers.progress import beat
 __all__ = ["Head", "HeadSpec", "Predicted", "classify", "open_head"]
 
 WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
-"""`auto` keeps the stored types: on a CPU for each matrix, on a GPU one 16-bit type."""
+"""`auto` keeps the stored types: on a CPU for each matrix, or int8 of codes in 8 bits; on a GPU one
+16-bit type."""
 HALF = {"float16": "fp16", "bfloat16": "bf16"}  # type of features -> weights of 16 bits
 TRIED_ROWS, TRIED_LEVELS = 8, 3  # the rows and levels of the trial of fp16
 MASSIVE = 2500.0
@@ -229,7 +230,8 @@ def open_head(
             source, target=target, weights=weights, allow_bin=allow_bin
         )
         on_gpu = place.type != "cpu"
-        kind = HALF[checkpoint.spec.dtype] if on_gpu and weights == "auto" else weights
+        stored = "int8" if checkpoint.coded else "auto"
+        kind = (HALF[checkpoint.spec.dtype] if on_gpu else stored) if weights == "auto" else weights
         if weights == "auto" and on_gpu and not exact:
             kind = choose_type(kind)
         narrows = on_gpu and kind == "fp16" and not exact

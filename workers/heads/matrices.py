@@ -47,16 +47,22 @@ def _by_rows(weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedMatrix:
 
 def _in_blocks(weight: Tensor, bias: Tensor | None) -> BlockMatrix:
     """Return a matrix as blocks of ggml's Q8_0."""
-    rows, inputs = weight.shape
-    numbers = weight.float().view(rows, inputs // WIDTH, WIDTH)
-    scales = (numbers.abs().amax(dim=2, keepdim=True) / 127.0).half()
-    turned = torch.where(scales > 0, 1.0 / scales.float(), torch.zeros(()))
-    codes = (numbers * turned).round().clamp(-127, 127).to(torch.int8)
-    blocks = torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=2)
+    (rows, inputs), (codes, scales) = weight.shape, codes_of(weight)
+    grouped = codes.view(rows, inputs // WIDTH, WIDTH)
+    blocks = torch.cat([scales[..., None].view(torch.uint8), grouped.view(torch.uint8)], dim=2)
     own = None if bias is None else bias.float().contiguous()
     matrix = BlockMatrix(Kind.BLOCKS, [Part(Q8_0, rows)], inputs, bias=own)
     matrix.pack_part(0, blocks.view(rows, -1))
     return matrix
+
+
+def codes_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes int8 [out, in] of a matrix and their scales fp16 [out, in / 32]."""
+    numbers = weight.float().unflatten(1, (-1, WIDTH))
+    scales = (numbers.abs().amax(dim=2) / 127.0).half()
+    turned = torch.where(scales > 0, 1.0 / scales.float(), torch.zeros(()))
+    codes = (numbers * turned[..., None]).round().clamp(-127, 127).to(torch.int8)
+    return codes.flatten(1), scales
 
 
 def device_product(

@@ -81,7 +81,9 @@ def common_fields(
         "vocabulary_size": rows_of(
             shapes, "embed_tokens.weight", config.vocab_size or target.vocabulary_size
         ),
-        "draft_vocabulary": target.vocabulary_size,
+        "draft_vocabulary": rows_of(shapes, "lm_head.weight", target.vocabulary_size)
+        if "d2t" in shapes
+        else target.vocabulary_size,
         "context": config.max_position_embeddings,
         "epsilon": config.rms_norm_eps,
     }

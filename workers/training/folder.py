@@ -2,7 +2,7 @@
 from its target.
 
 The target's embedding and output head are left out: they are read from the target when a head is
-loaded (EAGLE-3 has an output head of its own)."""
+loaded (EAGLE-3, and a head with a reduced vocabulary, have their own output head)."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,31 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
+from dovetail.workers.heads.files import open_files
+from dovetail.workers.heads.matrices import codes_of
+from dovetail.workers.kernels.blocks import WIDTH
 from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
 from dovetail.workers.training.recipes import recipe_of
-from dovetail.workers.training.target_parts import TargetParts
+from dovetail.workers.training.target_parts import Frozen, TargetParts
 from dovetail.workers.training.workplace import Workplace
 
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": WIDTH,
+            },
+        }
+    },
+}
+"""config.json's description of codes in 8 bits."""
 FILES = frozenset(("config.json", "model.safetensors"))
 
 
@@ -89,18 +109,52 @@ def config_of(shape: HeadShape, *, trained_for: str, taps: tuple[int, ...]) -> d
         "vocab_size": shape.vocabulary,
         "dovetail": {"trained_for": trained_for},
     }
+    if shape.own_vocabulary < shape.vocabulary:
+        config["draft_vocab_size"] = shape.own_vocabulary
     return config | kind.fields(shape, taps)
 
 
 def write_head(
-    folder: Path, head: TrainableHead, config: Mapping[str, Any], texts: Mapping[str, str]
+    folder: Path,
+    head: TrainableHead,
+    config: Mapping[str, Any],
+    texts: Mapping[str, str],
+    frozen: Frozen,
+    *,
+    store: str = "fp16",
 ) -> None:
-    """Write a folder: weights in fp16, the config, and further text files by name."""
-    tensors = {name: _stored_as(value) for name, value in head.state_dict().items()}
+    """Write a folder: weights, the config, and further text files by name. A reduced output head is
+    written even if its rows are the target's. `store`: fp16, or int8 for matrices, with a scale for
+    every 32 inputs."""
+    state = head.state_dict()
+    if head.known is not None:
+        state.setdefault("lm_head.weight", frozen.head[head.known.cpu()])
+    tensors = {name: _stored_as(value) for name, value in state.items()}
+    if store == "int8":
+        config = {**config, "quantization_config": INT8}
+        for name in [name for name, value in tensors.items() if _is_coded(value)]:
+            tensors[name], tensors[f"{name}_scale"] = codes_of(state[name].cpu())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def _is_coded(value: Tensor) -> bool:
+    return value.ndim == 2 and value.is_floating_point() and value.shape[1] % WIDTH == 0
+
+
+def read_weights(head: TrainableHead, folder: Path) -> None:
+    """Begin a head with the weights and the draft vocabulary of a trained one in a folder. Raises
+    `UserError` if its shape is another."""
+    files, names = open_files(str(folder), allow_bin=False), head.state_dict().keys()
+    try:
+        head.load_state_dict({name: files.read(name) for name in files.shapes if name in names})
+    except RuntimeError as error:
+        why = str(error).splitlines()[1].strip()
+        raise UserError(
+            f"{folder} holds a head of another shape ({why}): give its options"
+        ) from None
 
 
 def _stored_as(value: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ CACHED_LOGITS = 1 << 20
 """Logits computed at a time on a CPU: few enough to stay in its caches, enough for fast
 products."""
 GPU_LOGITS = 1 << 26
+BEST_AT_A_TIME = 4096  # tokens of the vocabulary whose logits are compared at a time
 
 
 def read_features(head: TrainableHead, batch: Batch) -> Tensor:
@@ -102,23 +103,33 @@ def feature_loss(state: Tensor, wanted: Tensor) -> Tensor:
     return functional.smooth_l1_loss(state, wanted, reduction="none").mean(-1)
 
 
-def wanted_distributions(head: TrainableHead, frozen: Frozen, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the target's output after g [N, H]: its distribution over the head's vocabulary [N,
-    Vd] (renormalised), and whether its most likely token is in it."""
-    with torch.no_grad():
-        known, vocabulary = head.known, len(frozen.head)
-        known = torch.arange(vocabulary, device=g.device) if known is None else known
-        wanted, inside = (
-            torch.empty(len(g), len(known), device=g.device),
-            torch.ones(len(g), dtype=torch.bool, device=g.device),
-        )
-        for part in _parts(len(g), frozen.head):
-            logits = functional.linear(g[part], frozen.head).float()
-            if len(known) < vocabulary:
-                inside[part] = torch.isin(logits.argmax(-1), known)
-                logits = logits[:, known]
-            wanted[part] = torch.softmax(logits, -1)
-        return wanted, inside
+@torch.no_grad()
+def wanted_distributions(frozen: Frozen, g: Tensor) -> Tensor:
+    """Return the target's distributions after g [N, H] over the head's vocabulary [N, Vd], each of
+    sum 1; the logits of other tokens are not computed."""
+    wanted = torch.empty(len(g), len(frozen.head), device=g.device)
+    for part in _parts(len(g), frozen.head):
+        rows = g[part].to(frozen.head.dtype)
+        wanted[part] = torch.softmax(functional.linear(rows, frozen.head).float(), -1)
+    return wanted
+
+
+@torch.no_grad()
+def best_tokens(batch: Batch, matrix: Tensor) -> Tensor:
+    """Return the target's most likely tokens [B, n] after each column that a learned token follows,
+    0 elsewhere; `matrix`: its output head [V, H], in any type."""
+    rows = predicted(batch, 1)
+    g = batch.g[rows].float()
+    best = torch.full((len(g),), -torch.inf, device=g.device)
+    token = torch.zeros(len(g), dtype=torch.int64, device=g.device)
+    for first in range(0, len(matrix), BEST_AT_A_TIME):
+        part = matrix[first : first + BEST_AT_A_TIME].to(g.device, torch.float32)
+        logits, at = functional.linear(g, part).max(-1)
+        token = torch.where(logits > best, at + first, token)
+        best = torch.maximum(logits, best)
+    tokens = torch.zeros_like(batch.tokens)
+    tokens[rows] = token
+    return tokens
 
 
 def predicted(batch: Batch, ahead: int) -> Tensor:
@@ -144,7 +155,11 @@ class Lesson:
         first = predicted(batch, 1)  # token t is predicted from position t - 1 by the target
         self.flat_g = batch.g.flatten(0, 1).float()
         sources = first.flatten().nonzero()[:, 0]
-        self.wanted, self.inside = wanted_distributions(head, frozen, self.flat_g[sources])
+        self.wanted = wanted_distributions(frozen, self.flat_g[sources])
+        written = batch.tokens.flatten()[sources + 1]
+        self.inside = (
+            torch.ones_like(written, dtype=torch.bool) if head.known is None else head.t2d[written]
+        )
         self.at = torch.full((first.numel(),), -1, device=first.device)
         self.at[sources] = torch.arange(len(sources), device=first.device)
 
@@ -153,7 +168,7 @@ class Lesson:
         token: such a row predicts nothing)."""
         ahead = torch.roll(self.batch.tokens, -(1 + step), dims=1)
         found: HeadOutput = self.head(
-            functional.embedding(ahead, self.frozen.embedding),
+            functional.embedding(ahead, self.frozen.embedding).float(),
             state,
             self.batch.position + step,
             self.seen,
@@ -238,19 +253,20 @@ class _Chains:
 
 @torch.no_grad()
 def simulate(
-    head: TrainableHead, frozen: Frozen, batches: Sequence[Batch], depth: int
+    head: TrainableHead, frozen: Frozen, held: Sequence[tuple[Batch, Tensor]], depth: int
 ) -> Acceptance:
     """Draft a chain of `depth` tokens from every row at once, on the head's own states and tokens,
-    and count what the target would have accepted."""
+    and count what the target would have accepted. `held`: batches with their `best_tokens`."""
     chains = _Chains(depth)
-    for batch in batches:
-        _follow(head, frozen, batch, chains)
+    for batch, best in held:
+        _follow(head, frozen, batch, best, chains)
     return chains.acceptance()
 
 
-def _follow(head: TrainableHead, frozen: Frozen, batch: Batch, chains: _Chains) -> None:
-    shape, seen, known = batch.tokens.shape, Seen(mask_of(batch.sequence)), head.known
-    best = functional.linear(batch.g.flatten(0, 1).float(), frozen.head).argmax(-1).view(shape)
+def _follow(
+    head: TrainableHead, frozen: Frozen, batch: Batch, best: Tensor, chains: _Chains
+) -> None:
+    seen, known = Seen(mask_of(batch.sequence)), head.known
     state, tokens, contrast = (
         head.begin(read_features(head, batch)),
         torch.roll(batch.tokens, -1, dims=1),
@@ -259,7 +275,10 @@ def _follow(head: TrainableHead, frozen: Frozen, batch: Batch, chains: _Chains) 
     alive = torch.ones_like(batch.learn)
     for step in range(len(chains.tried)):
         found: HeadOutput = head(
-            functional.embedding(tokens, frozen.embedding), state, batch.position + step, seen
+            functional.embedding(tokens, frozen.embedding).float(),
+            state,
+            batch.position + step,
+            seen,
         )
         alive &= predicted(batch, step + 2)
         drafted = _most_likely(head, frozen, found.state, alive, known)

@@ -10,11 +10,15 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
+from dovetail.protocol.errors import UserError
+
 if TYPE_CHECKING:
     from dovetail.workers.training.heads.recipe import HeadRecipe
     from dovetail.workers.training.plan import Plan
 
 Preset = Literal["paper", "tiny"]
+DRAFT_VOCABULARY = 16384  # tokens that a head proposes by default for a larger vocabulary than:
+WHOLE_UP_TO = 32768
 TINY_UP_TO = 1024  # the widest target for which `auto` means the tiny preset
 
 
@@ -99,20 +103,23 @@ TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
         "an EAGLE-3 head: three residual streams, one layer, its own output head",
         partial(_recipe, "eagle3", "Eagle3Recipe"),
-        (
-            Option(
-                "--draft-vocabulary",
-                "How many of the most frequent tokens it can propose.  [default: all]",
-                "count",
-                least=2,
-            ),
-        ),
     ),
     "eagle": TrainedKind(
         "an EAGLE-1/2 head: embedding and last hidden state through one decoder layer",
         partial(_recipe, "eagle", "EagleRecipe"),
     ),
 }
+
+
+def draft_vocabulary(asked: int | None, vocabulary_size: int) -> int:
+    """Return how many tokens a head can propose; 0: all. Raises `UserError` for too many."""
+    if asked is None:
+        return DRAFT_VOCABULARY if vocabulary_size > WHOLE_UP_TO else 0
+    if asked > vocabulary_size:
+        raise UserError(
+            f"--draft-vocabulary {asked} is more than the target's {vocabulary_size} tokens"
+        )
+    return asked % vocabulary_size
 
 
 def recipe_of(kind: str) -> "HeadRecipe":
@@ -143,4 +150,5 @@ def _tiny(paper: "Plan") -> "Plan":
         steps=2,
         noise=0.0,
     )
-    return replace(paper, pace=pace, recipe=recipe, batch=4, length=256, alone=0.6)
+    sizes = {"batch": 4, "length": 256, "checks": 12, "check_rows": 12}
+    return replace(paper, pace=pace, recipe=recipe, **sizes, alone=0.6)

@@ -194,7 +194,7 @@ def regenerate_files(
     chats = [chat for file in files for chat in read_chats(file)]
     return regenerate(
         chats,
-        load_language_model(target, weights=weights, device=device),
+        load_language_model(target, weights=weights, device=device, proof="auto"),
         renderer,
         out,
         writing,

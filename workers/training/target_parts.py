@@ -7,19 +7,23 @@ from typing import Any
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
+from dovetail.workers.heads.checkpoint import read_shared
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.configured import read_config
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.stored import Stored
+from dovetail.workers.models.families.description import Norms
+from dovetail.workers.models.families.registry import FAMILIES
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """The tensors that a head shares with its target."""
+    """The tensors that a head shares with its target, in any type; tied ones are one tensor."""
 
     embedding: Tensor  # [V, H]
-    head: Tensor  # [V, H]
+    head: Tensor  # [V, H]; the losses get the rows of the head's own vocabulary [Vd, H]
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,22 @@ class TargetParts:
     config: Mapping[str, Any]
     frozen: Frozen
     tensors: Mapping[str, Stored]
+    norms: Norms | None = None  # of its last layer; None: a family that is not described
 
     def read(self, ending: str) -> Tensor:
         """Return the tensor whose name is `ending` behind a prefix such as `model.`. Raises
         `UserError` unless there is exactly one."""
         return _one(self.tensors, ending, self.source)
+
+    def norm(self, ending: str) -> Tensor:
+        """Return the factors of a norm, whose weights some families store less one."""
+        return self.read(ending).float() + (self.norms is not None and self.norms.plus_one)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether its last layer has norms like a head's: one before each half."""
+        norms = self.norms
+        return norms is None or (norms.post_mixer is None and norms.post_mlp is None)
 
     def parts(self, beginning: str) -> list[str]:
         """Return the rests of the names that have `beginning` behind a prefix such as `model.`."""
@@ -56,7 +71,11 @@ def read_target(source: str) -> TargetParts:
         if config.get("tie_word_embeddings") and not _named(weights.tensors, "lm_head.weight")
         else _one(weights.tensors, "lm_head.weight", source)
     )
-    return TargetParts(source, weights.digest, config, Frozen(embedding, head), weights.tensors)
+    whole = read_config(folder / "config.json")
+    family, last = FAMILIES.get(whole.model_type), int(config["num_hidden_layers"]) - 1
+    norms = None if family is None else family.layer(whole, last).norms
+    frozen = Frozen(embedding, head)
+    return TargetParts(source, weights.digest, config, frozen, weights.tensors, norms)
 
 
 def _named(tensors: Mapping[str, Stored], ending: str) -> list[str]:
@@ -70,4 +89,4 @@ def _one(tensors: Mapping[str, Stored], ending: str, source: str) -> Tensor:
             f"{source} has {len(names)} tensors called {ending}, but a head needs a target with "
             "exactly one"
         )
-    return tensors[names[0]].read(names[0])
+    return read_shared(tensors[names[0]], names[0])

@@ -5,7 +5,7 @@ Weights and moments are kept in 32 bits; steps run in bf16 if asked for. The hel
 features is fixed before the run begins and never trained on. `workers.training.folder` writes the
 finished head."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,8 +18,12 @@ from torch import Tensor
 
 from dovetail.workers.kernels.probe import least_seconds
 from dovetail.workers.training.data.features import Batch, Features
-from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
-from dovetail.workers.training.losses import Acceptance, head_loss, simulate
+from dovetail.workers.training.heads.trainable import (
+    HeadShape,
+    TrainableHead,
+    most_frequent,
+)
+from dovetail.workers.training.losses import Acceptance, best_tokens, head_loss, simulate
 from dovetail.workers.training.plan import Plan
 from dovetail.workers.training.process_group import ALONE, ProcessGroup
 from dovetail.workers.training.recipes import recipe_of
@@ -28,6 +32,7 @@ from dovetail.workers.training.target_parts import Frozen
 
 WORTH_BF16 = 1.5
 """How much faster bf16 products must be on a CPU to be used: conversions slow down the rest."""
+Held = Sequence[tuple[Batch, Tensor]]  # batches with the target's `best_tokens`
 HELD_SEED = 1  # the held-out rows are the same in every run
 
 
@@ -53,8 +58,7 @@ class Trained:
     checks: tuple[Check, ...]
     plan: Plan
     tokens_held: int
-    draft_coverage: float | None = None
-    """EAGLE-3: the share of the learned tokens in its draft vocabulary."""
+    draft_coverage: float = 1.0  # the share of the learned tokens in its draft vocabulary
 
 
 def train_head(
@@ -73,16 +77,24 @@ def train_head(
     identity of its checkpoint."""
     learning, held = features.split(plan.held)
     device = plan.pace.device
-    frozen = Frozen(frozen.embedding.float().to(device), frozen.head.float().to(device))
-    head = new_head(shape, seed=plan.pace.seed)
+    head, counts = new_head(shape, seed=plan.pace.seed), learning.counts()
+    if head.known is not None:
+        head.learn_vocabulary(most_frequent(counts, shape.own_vocabulary))
+    head.begin_output(_of_head(head, frozen))
     prepare(head)
-    coverage = head.begin_output(frozen, learning.counts())
+    covered = counts if head.known is None else counts[head.known]
+    coverage = float(covered.sum() / counts.sum().clamp(min=1))
+    batch = held.batch(np.random.default_rng(HELD_SEED), plan.check_rows, plan.length).to(device)
+    watched = [(batch, best_tokens(batch, frozen.head))]
+    number = torch.bfloat16 if plan.number == "bf16" else torch.float32
+    own = _of_head(head, frozen)
+    frozen = Frozen(own.embedding.to(device), own.head.to(device, number))
     run = Run(head, plan.pace, checkpoint, {**(about or {}), **_about(shape, plan)}, peers)
     watch = _Watch(
         run,
         head,
         frozen,
-        [held.batch(np.random.default_rng(HELD_SEED), plan.check_rows, plan.length).to(device)],
+        watched,
         plan,
     )
     outcome = carry_out(
@@ -93,6 +105,12 @@ def train_head(
         between=watch.look,
     )
     return Trained(head, outcome, tuple(watch.checks), plan, held.tokens, coverage)
+
+
+def _of_head(head: TrainableHead, frozen: Frozen) -> Frozen:
+    """Return the target's tensors with the rows of its output head for the head's vocabulary."""
+    rows = frozen.head if head.known is None else frozen.head[head.known]
+    return Frozen(frozen.embedding, rows)
 
 
 def new_head(shape: HeadShape, *, seed: int) -> TrainableHead:
@@ -167,7 +185,7 @@ class _Watch:
     """Measures the head at even intervals of a run; the results are kept with the checkpoint."""
 
     def __init__(
-        self, run: Run, head: TrainableHead, frozen: Frozen, held: list[Batch], plan: Plan
+        self, run: Run, head: TrainableHead, frozen: Frozen, held: Held, plan: Plan
     ) -> None:
         self.run, self.head, self.frozen, self.held, self.plan = run, head, frozen, held, plan
         self.checks = [Check(**{**row, "at": tuple(row["at"])}) for row in run.notes]
@@ -176,7 +194,8 @@ class _Watch:
         """Measure if it is time, and return the last measurement."""
         due = int(self.run.done * self.plan.checks) + 1
         if len(self.checks) < due and not self.run.peers.rank:
-            found = simulate(self.head, self.frozen, self.held, self.plan.depth)
+            with in_numbers(self.plan.number, self.plan.pace.device):
+                found = simulate(self.head, self.frozen, self.held, self.plan.depth)
             self.checks.append(self._check(found))
             self.run.notes[:] = [asdict(check) for check in self.checks]
         return f"tau {self.checks[-1].length:.2f}" if self.checks else ""

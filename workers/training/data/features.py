@@ -2,6 +2,8 @@
 computed on demand. For a trainer both are the same: all sequences concatenated; a row of a batch is
 a slice."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,8 @@ from dovetail.protocol.errors import UserError
 from dovetail.workers.training.data.examples import Examples, prompt_of
 from dovetail.workers.training.data.states import DTYPES, Origin, TargetStates
 from dovetail.workers.training.data.store import Store
+
+TYPICAL_ROWS = 512  # rows from which the size of a stream is measured
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,48 @@ class Batch:
         )
 
 
-def open_features(folder: Path) -> "Features":
-    """Open the features that `dovetail features` wrote into a folder."""
-    store = Store(folder)
-    return Features(store.index.origin, store, 0, store.index.count)
+def open_features(folders: Sequence[Path]) -> "Features":
+    """Open the features that `dovetail features` wrote into these folders, one after the other.
+    Raises `UserError` if they are of several targets or layers."""
+    stores = [Store(folder) for folder in folders]
+    first = stores[0].index.origin
+    for folder, store in zip(folders, stores, strict=True):
+        own = store.index.origin
+        for name in ("digest", "taps", "dtype"):
+            if getattr(own, name) != getattr(first, name):
+                raise UserError(
+                    f"{folder} has features with {name} {getattr(own, name)}, {folders[0]} with "
+                    f"{getattr(first, name)}: they cannot be used together"
+                )
+    source = stores[0] if len(stores) == 1 else Several(stores)
+    return Features(first, source, 0, len(source.offsets) - 1)
+
+
+class Several:
+    """Several stores as one: the sequences of each after those of the one before."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self._stores = stores
+        self.digest = hashlib.sha256(" ".join(s.digest for s in stores).encode()).hexdigest()
+        self.tokens = np.concatenate([store.tokens for store in stores])
+        self.learn = np.concatenate([store.learn for store in stores])
+        self._starts = np.cumsum([0, *(len(store.tokens) for store in stores)])
+        ends = [
+            store.offsets[1:] + start
+            for store, start in zip(stores, self._starts[:-1], strict=True)
+        ]
+        self.offsets: NDArray[np.int64] = np.concatenate([[0], *ends])
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the states [stop - start, row] of tokens start..stop-1."""
+        spans = zip(self._stores, self._starts[:-1], self._starts[1:], strict=True)
+        return torch.cat(
+            [
+                store.read(max(start, low) - low, min(stop, high) - low)
+                for store, low, high in spans
+                if start < high and low < stop
+            ]
+        )
 
 
 def online_features(examples: Examples, reader: TargetStates) -> "Features":
@@ -93,7 +135,7 @@ class Features:
     """The sequences first..last-1 of a source, with the target's hidden states."""
 
     origin: Origin  # the target and layers of the states
-    source: Online | Store
+    source: Online | Store | Several
     first: int
     last: int
 
@@ -160,6 +202,15 @@ class Features:
         return torch.from_numpy(
             np.bincount(learned, minlength=self.origin.vocabulary_size).astype(np.int64)
         )
+
+    def stream(self) -> float | None:
+        """Return the size (root mean square) of the numbers of the last tap in a typical row, None
+        without taps."""
+        if not self.origin.taps:
+            return None
+        start = int(self.source.offsets[self.first])
+        rows = self.source.read(start, min(start + TYPICAL_ROWS, self._end))
+        return float(rows[:, -self.origin.width :].float().square().mean(-1).sqrt().median())
 
     def _parted(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
         width = self.origin.width

@@ -85,12 +85,12 @@ def open_states(
     """Load a target to compute states: `taps` as in `choose_taps`, `context` the tokens of the
     longest sequence (None: the target's own). `dtype` None: bfloat16 if the checkpoint's matrices
     are, else float16."""
-    model = load_language_model(target, weights=weights, device=device)
+    model = load_language_model(target, weights=weights, device=device, proof="auto")
     if context is not None and not 2 <= context <= model.context:
         raise UserError(f"--context {context} must lie between 2 and the target's {model.context}")
     kinds = {stored.kind for stored in model.checkpoint.tensors.values() if len(stored.shape) == 2}
     origin = Origin(
-        target=str(Path(target).resolve()) if Path(target).is_dir() else target,
+        target=str(Path(target).resolve()) if Path(target).exists() else target,
         digest=model.checkpoint.digest,
         width=model.hidden_size,
         layers=model.layers,

@@ -21,7 +21,6 @@ from dovetail.workers.training.heads.trainable import (
     Seen,
     TrainableHead,
     Turn,
-    most_frequent,
 )
 from dovetail.workers.training.plan import Plan, Recipe
 from dovetail.workers.training.run import Pace
@@ -32,12 +31,7 @@ from dovetail.workers.training.target_parts import Frozen, TargetParts
 class Eagle3Shape(HeadShape):
     """The shape of an EAGLE-3 head."""
 
-    draft_vocabulary: int = 0  # the size of its output head's vocabulary; 0: all tokens
     taps: int = 3  # how many residual streams of the target it reads, concatenated
-
-    @property
-    def own_vocabulary(self) -> int:
-        return self.draft_vocabulary or self.vocabulary
 
 
 class MiddleLayer(nn.Module):
@@ -67,21 +61,19 @@ class Eagle3Head(TrainableHead):
     own_output = True
 
     shape: Eagle3Shape
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape)
+        self.fc_norm = nn.ModuleList(Norm(shape.hidden, shape.norm_eps) for _ in range(shape.taps))
         self.fc = nn.Linear(shape.taps * shape.hidden, shape.hidden, bias=False)
         self.midlayer = MiddleLayer(shape)
         self.norm = Norm(shape.hidden, shape.norm_eps)
         self.lm_head = nn.Linear(shape.hidden, shape.own_vocabulary, bias=False)
-        if shape.own_vocabulary < shape.vocabulary:
-            self.register_buffer("d2t", torch.zeros(shape.own_vocabulary, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(shape.vocabulary) < shape.own_vocabulary)
 
     def begin(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.fc(features))
+        taps = features.chunk(len(self.fc_norm), -1)
+        normed = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
+        return cast(Tensor, self.fc(torch.cat(normed, -1)))
 
     def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> HeadOutput:
         return HeadOutput(self.midlayer(embedded, state, self.turn(positions), seen))
@@ -89,49 +81,32 @@ class Eagle3Head(TrainableHead):
     def output(self, state: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor]:
         return self.norm(state), self.lm_head.weight
 
-    @property
-    def known(self) -> Tensor | None:
-        if self.shape.own_vocabulary == self.shape.vocabulary:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
     @torch.no_grad()
-    def learn_vocabulary(self, known: Tensor) -> None:
-        """Set the draft vocabulary to these ids of the target, ascending [Vd]."""
-        self.d2t.copy_(known - torch.arange(len(known)))
-        self.t2d.zero_()
-        self.t2d[known] = True
-
-    @torch.no_grad()
-    def begin_output(self, frozen: Frozen, counts: Tensor) -> float:
-        """Choose the draft vocabulary by frequency, and begin with the target's output rows for
-        it."""
-        known = most_frequent(counts, self.shape.own_vocabulary)
-        self.lm_head.weight.copy_(frozen.head[known])
-        if self.known is not None:
-            self.learn_vocabulary(known)
-        return float(counts[known].sum() / counts.sum().clamp(min=1))
+    def begin_output(self, frozen: Frozen) -> None:
+        self.lm_head.weight.copy_(frozen.head)
 
     @torch.no_grad()
     def begin_with(self, target: TargetParts, stream: float = STREAM) -> int:
         """Begin as the target's last layer behind the highest tap, with the final norm: the state
         is a residual stream, so the layer is copied as it is. The weights for the embedding stay
-        random."""
-        final = target.read("norm.weight").float()
+        random, and the layer if the target's norms are in other places. Taps are normed, so the
+        fusion begins with `stream`, the size of a stream's numbers."""
+        final = target.norm("norm.weight")
         hidden, source = self.shape.hidden, f"layers.{int(target.config['num_hidden_layers']) - 1}."
-        self.fc.weight.zero_()[:, -hidden:] = torch.eye(hidden)
+        self.fc.weight.zero_()[:, -hidden:] = stream * torch.eye(hidden)
         self.norm.weight.copy_(final)
+        if not target.is_plain:
+            return 0
         parameters, taken = dict(self.midlayer.named_parameters()), 1
-        parameters["hidden_norm.weight"].copy_(
-            target.read(source + "input_layernorm.weight").float()
-        )
+        parameters["hidden_norm.weight"].copy_(target.norm(source + "input_layernorm.weight"))
         for part in target.parts(source):
             goal = parameters.get(part)
             if (
                 goal is None or part == "input_layernorm.weight"
             ):  # that name is the embedding's norm in the head
                 continue
-            value = target.read(source + part).float()
+            is_norm = part.endswith("layernorm.weight")
+            value = target.norm(source + part) if is_norm else target.read(source + part).float()
             if part in READS:
                 goal[:, hidden:] = value
             elif goal.shape == value.shape:
@@ -152,26 +127,16 @@ class Eagle3Recipe(HeadRecipe):
     )
     trainable, shape = Eagle3Head, Eagle3Shape
 
-    def choices(
-        self, options: Mapping[str, Any], *, taps: Sequence[int], vocabulary_size: int
-    ) -> dict[str, Any]:
+    def choices(self, options: Mapping[str, Any], *, taps: Sequence[int]) -> dict[str, Any]:
         if len(taps) != 3:
             raise UserError(
                 "an EAGLE-3 head reads three residual streams of the target, but the features "
                 f"have {len(taps)}: write them with --taps auto"
             )
-        wanted = options["draft_vocabulary"] or 0
-        if wanted > vocabulary_size:
-            raise UserError(
-                f"--draft-vocabulary {wanted} is more than the target's {vocabulary_size} tokens"
-            )
-        return {"draft_vocabulary": wanted}
+        return dict(options)
 
     def fields(self, shape: Eagle3Shape, taps: Shape) -> dict[str, Any]:
         return {
-            "draft_vocab_size": shape.own_vocabulary,
+            "fc_norm": True,
             "eagle_aux_hidden_state_layer_ids": list(taps),
         }
-
-    def shape_words(self, shape: Eagle3Shape) -> list[str]:
-        return [f"{shape.own_vocabulary:,} of {shape.vocabulary:,} tokens"]

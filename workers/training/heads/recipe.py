@@ -23,9 +23,7 @@ class HeadRecipe:
     trainable: ClassVar[type[TrainableHead]]
     shape: ClassVar[type[HeadShape]] = HeadShape
 
-    def choices(
-        self, options: Mapping[str, Any], *, taps: Sequence[int], vocabulary_size: int
-    ) -> dict[str, Any]:
+    def choices(self, options: Mapping[str, Any], *, taps: Sequence[int]) -> dict[str, Any]:
         """Return the fields of `HeadShape` that this kind's options set, for features with those
         `taps` of a target. Raises `UserError` if they do not fit."""
         return dict(options)

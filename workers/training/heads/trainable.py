@@ -40,6 +40,8 @@ class HeadShape:
     head_dim: int
     intermediate: int
     vocabulary: int  # tokens of the target, V
+    draft_vocabulary: int = field(default=0, kw_only=True)
+    """The frequent tokens that it can propose, Vd; 0: all."""
     blocks: int = 1
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
@@ -48,7 +50,7 @@ class HeadShape:
     @property
     def own_vocabulary(self) -> int:
         """The number of logits of this head, Vd."""
-        return self.vocabulary
+        return self.draft_vocabulary or self.vocabulary
 
 
 @dataclass
@@ -218,6 +220,8 @@ def most_frequent(counts: Tensor, size: int) -> Tensor:
 class TrainableHead(nn.Module, ABC):
     """A head of any kind: `begin` takes the target's features, every `forward` is one step."""
 
+    d2t: Tensor
+    t2d: Tensor
     reads_taps: ClassVar[bool] = False
     """True if its features are residual streams instead of the last hidden state."""
     own_output: ClassVar[bool] = False  # True if it has its own output head
@@ -226,6 +230,10 @@ class TrainableHead(nn.Module, ABC):
         """`shape`: of the kind's own class."""
         super().__init__()
         self.shape: HeadShape = shape
+        if self.shape.own_vocabulary < self.shape.vocabulary:
+            ids = torch.arange(self.shape.vocabulary)
+            self.register_buffer("d2t", torch.zeros(self.shape.own_vocabulary, dtype=torch.int64))
+            self.register_buffer("t2d", ids < self.shape.own_vocabulary)
 
     def begin(self, features: Tensor) -> Tensor:
         """Return the input state of step 0: features [B, n, W] -> [B, n, H]."""
@@ -238,12 +246,13 @@ class TrainableHead(nn.Module, ABC):
 
     def output(self, state: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors of the logits of states [..., H]: rows [..., H] and a matrix [Vd, H];
-        target_head is the target's own [V, H]."""
+        target_head has the target's rows for this head's vocabulary [Vd, H]."""
         return state, target_head
 
     def logits(self, state: Tensor, target_head: Tensor) -> Tensor:
         """States [..., H] -> logits [..., Vd]."""
-        return functional.linear(*self.output(state, target_head))
+        rows, matrix = self.output(state, target_head)
+        return functional.linear(rows.to(matrix.dtype), matrix).float()
 
     def turn(self, positions: Tensor) -> Turn:
         """Return the rotation of these positions in this head."""
@@ -253,25 +262,35 @@ class TrainableHead(nn.Module, ABC):
     def known(self) -> Tensor | None:
         """The target's ids of the draft vocabulary, ascending [Vd], one for each logit; None: all
         of them."""
-        return None
+        if self.shape.own_vocabulary == self.shape.vocabulary:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
-    def begin_output(self, frozen: Frozen, counts: Tensor) -> float | None:
-        """Initialise the output head of a new head. Return the share of the learned tokens
-        (`counts` [V]: their frequencies) that its vocabulary covers; None if the target's head is
-        used."""
-        return None
+    @torch.no_grad()
+    def learn_vocabulary(self, known: Tensor) -> None:
+        """Set the draft vocabulary to these ids of the target, ascending [Vd]."""
+        self.d2t.copy_(known - torch.arange(len(known)))
+        self.t2d.zero_()
+        self.t2d[known] = True
+
+    def begin_output(self, frozen: Frozen) -> None:
+        """Initialise the output head, if it is this head's own, with the target's rows for its
+        vocabulary."""
 
     @torch.no_grad()
     def begin_with(self, target: TargetParts, stream: float = STREAM) -> int:
         """Initialise a new head from the target where possible, and leave the rest random; return
-        how many tensors of the target's layers were copied.
+        how many tensors of the target's layers were copied: none if its norms are in other places
+        than a head's. `stream`: the size of the numbers of its last residual streams.
 
         A head's state is a feature: the residual stream after the final norm. So the copied layers'
         outputs are scaled as by that norm, and their inputs scaled back; the head's first pass is
         then roughly the target's last layers applied to the feature."""
-        final = target.read("norm.weight").float()
+        final = target.norm("norm.weight")
         typical = final.square().mean().sqrt()
         self.weigh_fusion(target, typical)
+        if not target.is_plain:
+            return 0
         parameters, taken = dict(self.named_parameters()), 0
         for name, value in _last_layers(self.shape, target, final, float(typical), stream):
             if name in parameters and parameters[name].shape == value.shape:
@@ -296,7 +315,7 @@ def _last_layers(
             if part in WRITES:
                 value = value * (final / stream)[:, None]
             elif part in READS and block == 0:  # its input is not normed
-                value = value * (target.read(source + "input_layernorm.weight").float() / final)
+                value = value * (target.norm(source + "input_layernorm.weight") / final)
             elif part.endswith("layernorm.weight"):
-                value = value * typical / final
+                value = target.norm(source + part) * typical / final
             yield goal + part, value

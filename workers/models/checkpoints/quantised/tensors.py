@@ -12,6 +12,7 @@ from dovetail.workers.models.checkpoints.digests import all_finite
 from dovetail.workers.models.checkpoints.files import damaged
 from dovetail.workers.models.checkpoints.quantised import codes
 from dovetail.workers.models.checkpoints.quantised.schemes import (
+    WHOLE,
     Matrix,
     Scheme,
     UnfitError,
@@ -30,6 +31,11 @@ class CodedTensor(Stored):
 
     scheme: Scheme
     parts: Mapping[str, tuple[str, Stored]]  # a part, as `schemes.py` calls it -> name and place
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Return whether each number is one whole code of 8 bits."""
+        return "codes" in self.parts and self.parts["codes"][1].kind == WHOLE
 
     @property
     def reads_one(self) -> bool:
