@@ -139,6 +139,8 @@ def command(
         raise UserError("--temperature nan is not a temperature: write one such as 1")
     name, weights = states.ready_device(device), weights or weights_of(target, device)
     reader = corpus.open_reader(target)
+    if reader.renderer.is_plain:
+        note(f"{target} has no chat template: messages become plain lines")
     with held(out):
         if regenerate:
             answers = out.with_name(out.name + ".answers.jsonl")

@@ -59,7 +59,7 @@ def test_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_path: P
     answers = [
         json.loads(line) for line in (tmp_path / "out.answers.jsonl").read_text().splitlines()
     ]
-    features = open_features(tmp_path / "out")
+    features = open_features([tmp_path / "out"])
     assert features.count == len(answers) > 30
     assert features.origin.taps == (2, 4, 5)
     assert {answer["temperature"] for answer in answers} == {0.0}

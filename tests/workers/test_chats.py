@@ -46,7 +46,7 @@ def renderer(template: str) -> Renderer:
     tokenizer: Any = AutoTokenizer.from_pretrained(TARGET)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     tokenizer.chat_template = template
-    return Renderer(tokenizer, None, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "a target")
+    return Renderer(tokenizer, None, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
 
 
 def learned(of: Renderer, example: Example) -> list[str]:
@@ -223,8 +223,12 @@ def test_long_sequences_are_cut_or_dropped(tmp_path: Path) -> None:
     )
 
 
-def test_target_without_template_is_told_apart_from_a_broken_file(tmp_path: Path) -> None:
-    of = renderer("")
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"turns": ["Hello", "Hi"]}))
-    with pytest.raises(UserError, match="a target has no chat template"):
-        read_rows([tmp_path / "chats.jsonl"], of)
+def test_without_a_template_messages_are_plain_lines(tmp_path: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(TARGET)
+    tokenizer.chat_template = None
+    of = Renderer(tokenizer, None, [tokenizer.eos_token_id])
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"turns": ["Hello", "Hi there"]}))
+    (row,) = read_rows([tmp_path / "chats.jsonl"], of)
+    assert of.is_plain
+    assert row.tokens[~row.learn].tolist() == of.prompt([Message("user", "Hello")])
+    assert learned(of, row) == ["Hi there<|end|>"]

@@ -97,7 +97,7 @@ class Text:
 
 def read_text(files: Sequence[Path], tokenizer_folder: Path) -> list[Example]:
     """Return the sequences of token files and of files of chats, by the tokenizer of a folder."""
-    return read_rows(files, renderer_of(load_tokenizer(tokenizer_folder), str(tokenizer_folder)))
+    return read_rows(files, renderer_of(load_tokenizer(tokenizer_folder)))
 
 
 @contextmanager

@@ -28,6 +28,12 @@ FORMS = '"conversations", "messages", "turns", "prompt" and "response", or "text
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Matches a template that marks the assistant's text."""
 
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}{{ message.content }}"
+    "{{ eos_token if message.role == 'assistant' else '\n' }}{% endfor %}"
+)
+"""The template of a target that has none: each message a line, each answer with its end."""
+
 
 @dataclass(frozen=True)
 class Message:
@@ -139,9 +145,9 @@ class Renderer:
     """Renders chats for one target, with its tokenizer and template, its begin id and the ids that
     end its answers."""
 
-    def __init__(self, tokenizer: Any, begin: int | None, end: Sequence[int], target: str) -> None:
+    def __init__(self, tokenizer: Any, begin: int | None, end: Sequence[int]) -> None:
         self.begin = begin
-        self._tokenizer, self._end, self._target = tokenizer, frozenset(end), target
+        self._tokenizer, self._end = tokenizer, frozenset(end)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids before the answer to these messages. Raises `RefusedError` if the template
@@ -176,15 +182,16 @@ class Renderer:
         return list(self._compared(messages, answers, chat.whole))
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether the target has no template, so that a chat becomes plain lines."""
+        return self._template == PLAIN
+
+    @property
     def _template(self) -> str:
         template = self._tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("default")
-        if not template:
-            raise UserError(
-                f'{self._target} has no chat template: give token files, or lines of {{"text"}}'
-            )
-        return cast(str, template)
+        return cast(str, template or PLAIN)
 
     def _marked(self, messages: Sequence[Message], whole: bool) -> Example:
         """Find the answers by the template's marks, including the ids that end them, which may be

@@ -35,17 +35,17 @@ def open_reader(target: str) -> Reader:
         str(folder), trust_remote_code=False, local_files_only=True
     )
     return Reader(
-        Renderer(tokenizer, facts.begin, facts.end, target),
+        Renderer(tokenizer, facts.begin, facts.end),
         context_of(config),
         int(config.vocab_size),
     )
 
 
-def renderer_of(tokenizer: Any, name: str) -> Renderer:
+def renderer_of(tokenizer: Any) -> Renderer:
     """Return the renderer of a tokenizer without a model: answers end with the tokenizer's own end
     id."""
     end = tokenizer.eos_token_id
-    return Renderer(tokenizer, tokenizer.bos_token_id, () if end is None else (end,), name)
+    return Renderer(tokenizer, tokenizer.bos_token_id, () if end is None else (end,))
 
 
 def read_examples(
