@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from gguf import GGMLQuantizationType as Type
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
+from dovetail.launch.commands.features import command as features
 from dovetail.launch.commands.train import command
 from dovetail.launch.training.run import TrainingOptions, train_head
 from dovetail.protocol.errors import UserError
@@ -31,7 +34,10 @@ from dovetail.workers.training.heads.trainable import Seen, mask_of
 from dovetail.workers.training.recipes import TRAINED, recipe_of
 from dovetail.workers.training.target_parts import read_target
 from dovetail.workers.training.trainer import new_head
+from support.architectures import write_tiny
 from support.cases import everyday
+from support.gguf_files import tokens_of, write_gguf
+from support.kernels import needs_kernels
 
 TARGET = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
 KINDS: dict[str, dict[str, Any]] = {
@@ -288,6 +294,51 @@ def test_a_head_begins_with_the_targets_last_layers() -> None:
         / target.read("model.norm.weight").float().square().mean().sqrt()
         / features.square().mean().sqrt()
     ) == pytest.approx(1, rel=0.02)
+
+
+@torch.no_grad()
+def test_norms_that_are_stored_less_one_or_elsewhere_are_not_mistaken(tmp_path: Path) -> None:
+    """Gemma's: a head's output norm begins as the target computes it, and no layer is copied."""
+    assert write_tiny("gemma3_text", tmp_path)
+    target = read_target(str(tmp_path))
+    head = new_head(shape_for("eagle3", target, context=64), seed=0)
+    before = head.get_parameter("midlayer.post_attention_layernorm.weight").clone()
+    assert head.begin_with(target, stream=3.0) == 0
+    close(head.get_parameter("norm.weight"), 1 + target.read("norm.weight").float())
+    assert torch.equal(head.get_parameter("midlayer.post_attention_layernorm.weight"), before)
+    stream = 100 * torch.randn(1, 2, 3 * head.shape.hidden)
+    close(head.begin(stream).square().mean(-1).sqrt(), torch.full((1, 2), 3.0))
+
+
+@needs_kernels
+def test_a_gguf_file_is_a_target_and_a_trained_head_learns_more_from_further_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, data = tmp_path / "model.gguf", []
+    write_gguf(TARGET, file, lambda *_: Type.Q8_0, **tokens_of(TARGET))
+    for part in range(2):
+        lines = [{"prompt": f"Say {part} {n}", "response": f"{part} " * n} for n in range(2, 42)]
+        chats = tmp_path / f"chats-{part}.jsonl"
+        chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        data.append(tmp_path / f"features-{part}")
+        options = ["--target", str(file), "--data", str(chats), "--out", str(data[-1])]
+        done = CliRunner().invoke(features, [*options, "--taps", "2,4,5"], catch_exceptions=False)
+        assert done.exit_code == 0
+    first, second = tmp_path / "first", tmp_path / "second"
+    many = {"data": (), "draft_vocabulary": 300, "store": "int8"}
+    train_head(wish("eagle3", data[0], first, features=(data[0],), **many))
+    still = {"steps": 1, "rate": 1e-12, "begin": str(first)}
+    train_head(wish("eagle3", data[0], second, features=tuple(data), **still, **many))
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    other = wish("eagle3", data[0], tmp_path / "other", features=tuple(data), begin=str(first))
+    with pytest.raises(UserError, match=r"another shape \(size mismatch for d2t\): give"):
+        train_head(replace(other, data=(), draft_vocabulary=200))
+    card = (second / "README.md").read_text()
+    assert "the model in a file called model.gguf" in card
+    assert str(tmp_path) not in card
 
 
 @pytest.mark.slow

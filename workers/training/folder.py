@@ -151,7 +151,7 @@ def read_weights(head: TrainableHead, folder: Path) -> None:
     try:
         head.load_state_dict({name: files.read(name) for name in files.shapes if name in names})
     except RuntimeError as error:
-        why = str(error).splitlines()[1].strip()
+        why = str(error).splitlines()[1].strip().partition(": ")[0]
         raise UserError(
             f"{folder} holds a head of another shape ({why}): give its options"
         ) from None
