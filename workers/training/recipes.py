@@ -150,5 +150,5 @@ def _tiny(paper: "Plan") -> "Plan":
         steps=2,
         noise=0.0,
     )
-    sizes = {"batch": 4, "length": 256, "checks": 12, "check_rows": 12}
-    return replace(paper, pace=pace, recipe=recipe, **sizes, alone=0.6)
+    rows = replace(paper, batch=4, length=256, checks=12, check_rows=12)
+    return replace(rows, pace=pace, recipe=recipe, alone=0.6)
