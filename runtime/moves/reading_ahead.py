@@ -13,6 +13,8 @@ from dovetail.runtime.moves.moving import Moving
 
 MOST_LAG = 8
 """The most tokens for whose prefill a moving session may pause: about two passes."""
+GAINS = 0.9
+"""A log is prefilled again while the new tokens are at most this share of those prefilled last."""
 
 
 @dataclass(eq=False)
@@ -74,7 +76,7 @@ class ReadingAhead:
         """Return whether enough new tokens were committed to prefill them before the move."""
         assert reading.reader is not None
         came = reading.running.session.length - reading.reader.session.length
-        return MOST_LAG < came <= reading.unread // 2 and self.able(reading.running, reading.new)
+        return MOST_LAG < came <= GAINS * reading.unread and self.able(reading.running, reading.new)
 
     def abandon(self, reading: Reading | None) -> None:
         """End a reader if it is still running."""

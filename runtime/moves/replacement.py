@@ -110,8 +110,9 @@ class Change:
     longest_pause_ns: int = 0
     ends: dict[TrialName, Finished] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
-    """Sessions of the old worker; `asked`: those that must leave, `gone`: those that did."""
-    asked: set[int] = field(default_factory=set)
+    """Sessions of the old worker; `asked`: those that must leave, and when they were last asked to,
+    `gone`: those that did."""
+    asked: dict[int, int] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     waits: bool = False  # True once it was reported that sessions end where they are
     failure: str = ""  # why the newcomer is withdrawn
@@ -457,7 +458,7 @@ class Changes:
             moves = [number for number in movable if number not in change.asked]
         else:
             moves = [] if coming else movable[:1]
-        change.asked |= set(moves)
+        change.asked |= dict.fromkeys(moves, self._now_ns())
         for number in moves:
             if self._change is change:
                 self._move(change, self._running[number])
@@ -477,7 +478,10 @@ class Changes:
         if running.loss is not None and self._stranded(change, running):
             return "held"
         if running.target is not change.old or running.loss is not None:
-            return "coming" if running.session.state in (State.WAITING, State.OPENING) else "over"
+            opens = running.session.state in (State.WAITING, State.OPENING)
+            # until the next token, with which the pause of its client ends
+            moves = (running.told_ns or 0) < change.asked.get(running.session.number, 0)
+            return "coming" if opens or moves else "over"
         begun = running.session.state in (State.DRAFTING, State.VERIFYING)
         return "movable" if begun and self._refuge(change, running) is not None else "held"
 
@@ -528,7 +532,7 @@ class Changes:
             self._fail(change, why)
             return True
         change.failure, change.newcomer, change.old = change.failed(why), None, newcomer
-        change.held, change.asked, change.gone, change.waits = set(), set(), set(), False
+        change.held, change.asked, change.gone, change.waits = set(), {}, set(), False
         kept.leaving, newcomer.leaving = False, True
         change.reading = self._read_now()
         self._acts.join(kept)

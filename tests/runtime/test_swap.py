@@ -46,6 +46,7 @@ from support.scripted import (
     continuation,
 )
 
+TRIAL = 16  # tokens: more than the prompt of a trial
 LONG = 160  # tokens: longer than the trials take, so that there is something left to move
 PROMPTS = [
     (5, j, k)
@@ -263,6 +264,33 @@ def test_a_target_that_replaces_another_has_read_the_log_of_a_session_before_it_
     targets = (worker for worker in scene.house.coordinator.registry.workers.values())
     assert not any("_codec" in vars(one.language) for one in targets)  # no tokenizer was read
     assert all(one.kept and len(one.prompt) - one.kept <= MOST_LAG for one in opened)
+
+
+def test_a_log_is_prefilled_again_while_fewer_tokens_come_than_were_prefilled() -> None:
+    scene = Scene()
+    house, newcomer = scene.house, scene.newcomer(ScriptedTarget, limits=ROOMY)
+    scene.requests[house.submit(PROMPTS[0], max_tokens=LONG)] = PROMPTS[0]
+    small_steps(house, 60)
+    (live,), handle, unread = lives(scene), newcomer.handle, list[int]()
+    pause_ns = 10**9
+
+    def outrun(command: Any) -> Any:
+        """While the newcomer prefills a log, decode 0.6 times as many tokens."""
+        if isinstance(command, Open) and command.round:
+            house.later_ns += pause_ns
+        elif isinstance(command, Open) and len(command.prompt) > TRIAL:
+            unread.append(len(command.prompt) - command.kept)
+            end = live.session.length + 0.6 * unread[-1]
+            while live.session.length < end:
+                small_steps(house, 4)
+        return handle(command)
+
+    newcomer.handle = outrun  # type: ignore[method-assign]
+    swapped = scene.end(scene.swap(newcomer, house.target))
+    assert len(unread) > 3
+    assert unread[-1] <= 2 * MOST_LAG
+    assert swapped.longest_pause_s >= pause_ns / 1e9  # that of the move, which ends with a token
+    scene.check_replies()
 
 
 def lives(scene: Scene) -> Sequence[Any]:
