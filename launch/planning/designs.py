@@ -47,14 +47,20 @@ from dovetail.workers.models.families.names import DESCRIBED
 
 LOSSES = {
     "fp32": "the checkpoint's function",
-    "half": "the checkpoint's function; keys and values in fp16 move logits by 1e-4 to 2e-3",
+    "half": "the checkpoint's function",
     "int8": "another function: logits move by about 4 %",
     INT4: "another function: logits move by about 10 %; the first load takes longer",
     FILE: "the file's blocks; activations in int8 move logits by about 1 %",
 }
 """Type of weights -> its loss, measured on the embedded target (`selftest --card`)."""
-EXACT = "the file's function; keys and values in fp16 move logits by 1e-4 to 2e-3"
+EXACT = "the file's function"
 """Weights `file` with activations in fp32, in words."""
+CACHE_LOSSES = {
+    "fp32": "",
+    "half": "; keys and values in fp16 move logits by 1e-4 to 2e-3",
+    "q8": "; keys and values in 8 bits move logits by 1e-2",
+}
+"""Type of keys and values -> its loss."""
 
 
 def on_kernels(folder: Path) -> bool:
@@ -87,9 +93,13 @@ def _stores_16_bits(folder: Path, tensors: Sequence[Tensor]) -> bool:
     return str(config.get("dtype") or config.get("torch_dtype")).endswith("16")
 
 
-def loss_of(weights: str, activations: str) -> str:
-    """Return in words the loss with weights of a type; empty if it was not measured."""
-    return EXACT if (weights, activations) == (FILE, "fp32") else LOSSES.get(weights, "")
+def loss_of(weights: str, activations: str, cache: str) -> str:
+    """Return in words the loss with weights and keys and values of a type; empty if it was not
+    measured. The loss of half keys is named only for weights that change nothing."""
+    exact = (weights, activations) == (FILE, "fp32")
+    loss = EXACT if exact else LOSSES.get(weights, "")
+    named = loss and (exact or weights in ("fp32", "half") or cache == "q8")
+    return loss + CACHE_LOSSES[cache] if named else loss
 
 
 if TYPE_CHECKING:

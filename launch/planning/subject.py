@@ -302,7 +302,7 @@ class Subject:
             "gb": self.read_bytes / 1e9,
             "tokens_per_s": None if best is None else best.tokens_per_s,
             "tree": None if best is None else tree_of(best),
-            "computes": loss_of(self.weights, activations),
+            "computes": loss_of(self.weights, activations, self._settings_of_target.cached),
         }
 
     @property

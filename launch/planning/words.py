@@ -67,6 +67,7 @@ def figure(value: float) -> str:
 def settings(one: Option, device: str, draft_device: str, base: Configuration) -> dict[str, Any]:
     """Dotted names and values of the settings that start it, in order."""
     about = ["target.model", "target.weights", "target.threads", "target.numa"]
+    about += ["target.cache", "target.context"]
     if base.settings.target.weights in (INT4, FILE):
         about.append("target.activations")
     found: dict[str, Any] = {

@@ -503,6 +503,18 @@ def test_the_first_line_is_a_command_that_lacks_nothing(invoke: Run) -> None:
     assert lines[-1].endswith("--draft.model=HEAD")
 
 
+def test_a_cache_that_a_gpu_does_not_have_leaves_the_target_on_the_cpu(
+    plan: Callable[..., dict[str, Any]],
+) -> None:
+    asked = ("--machine", "dovetail-server", "--target-size", "7B", "--weights", "half")
+    found = plan(*asked, "--target.cache", "q8", "--target.context", "8192")
+    for row in found["alternatives"]:
+        own = {name: value for name, value in row["settings"].items() if "target" in name}
+        assert own.keys() <= {"target.weights", "target.cache", "target.context"}
+        assert (own["target.cache"], own["target.context"]) == ("q8", 8192)
+    assert "8 bits move logits" in found["weights_compared"][0]["computes"]
+
+
 def test_no_word_of_a_table_is_cut_however_narrow_the_terminal_is(
     run: Run, environment: dict[str, str]
 ) -> None:
