@@ -189,7 +189,7 @@ def vocabulary(name: str | None, text: str = "AB", **more: Any) -> Vocabulary:
     tokens = [*dict.fromkeys((*letters, *parts))]
     facts = {"model": "gpt2", "tokens": tokens, "merges": merges, "bos_token_id": 0, **more}
     facts |= {} if name is None else {"pre": name}
-    keys = {f"tokenizer.ggml.{key}": value for key, value in facts.items()}
+    keys = {f"tokenizer.ggml.{key}": one for key, one in facts.items() if one is not None}
     return read_vocabulary(Model([FileHead(Path("m.gguf"), Identity(0, 0, 0, 0, 0), keys, (), 0)]))
 
 
@@ -279,6 +279,16 @@ def test_a_family_that_composes_a_text_does_so() -> None:
 
 def test_a_file_that_names_no_way_is_read_as_the_default() -> None:
     assert vocabulary(None).content == vocabulary("default").content
+
+
+@pytest.mark.parametrize("stated", [{}, {"bos_token_id": 999, "eos_token_id": 999}])
+def test_ids_that_a_file_of_pieces_does_not_state_are_sentencepieces(
+    stated: dict[str, int],
+) -> None:
+    """As in llama.cpp."""
+    found = vocabulary("default", model="llama", **{"bos_token_id": None, **stated})
+    assert (found.begin, found.ends) == (1, [2])
+    assert found.content["model"]["unk_token"] == "!"
 
 
 @pytest.mark.parametrize(("name", "begins"), [(None, True), *LETTERS.items()])

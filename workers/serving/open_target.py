@@ -20,6 +20,7 @@ from dovetail.workers.kernels.shards import Shard
 from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.backends.stages.stage import StagedCache
 from dovetail.workers.models.checkpoints.choices import suppressed_in
+from dovetail.workers.models.checkpoints.gguf.view import notes_of
 from dovetail.workers.models.checkpoints.quantised.searched import SEARCH
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -87,6 +88,8 @@ def open_target_worker(
         context=settings.longest,
     )
     model.suppressed = suppressed_in(model.checkpoint.folder, model.end)
+    for note in notes_of(model.checkpoint.folder):
+        print(f"{name}: {note}", file=sys.stderr)
     tell_proof(model.proved, name)
     tell_shards(model, name)
     if spread is not None:

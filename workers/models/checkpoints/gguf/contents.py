@@ -48,6 +48,7 @@ def contents_of(model: Model) -> tuple[dict[str, str], TokenTable]:
     mark = {
         "files": files,
         "mix": _mix(model),
+        "notes": _notes(model),
         "tensors": {
             name: Described(placed.kind, placed.shape, placed.packed_bytes, placed.place.kind)
             for name, placed in tensors.items()
@@ -73,6 +74,14 @@ def _mix(model: Model) -> str:
     bits = 8 * sum(place.size_bytes for place in places) / sum(prod(p.shape) for p in places)
     kinds = ", ".join(f"{name} {count}" for name, count in counts.most_common())
     return f"{kinds} tensors, {bits:.1f} bits a number"
+
+
+def _notes(model: Model) -> list[str]:
+    """What whoever loads the model should know."""
+    if model.facts["tokenizer.ggml.model"] != "gpt2" or model.facts.get("tokenizer.ggml.pre"):
+        return []
+    why = "it does not name its way of splitting words (tokenizer.ggml.pre)"
+    return [f"{why}: llama.cpp's default is used, and tokens may differ from the model's own"]
 
 
 def _tokenizer_config(model: Model, vocabulary: Vocabulary) -> dict[str, Any]:

@@ -124,6 +124,11 @@ def files_of(folder: Path) -> list[Path]:
     return [Path(one["path"]) for one in _mark(folder).get("files", ())]
 
 
+def notes_of(folder: Path) -> list[str]:
+    """Return what is to be reported of a view's file when it is loaded."""
+    return [f"{files_of(folder)[0]}: {note}" for note in _mark(folder).get("notes", ())]
+
+
 def weight_paths(folder: Path) -> list[Path]:
     """Return a model folder's *.safetensors, or the files that it is the view of."""
     return files_of(folder) or sorted(folder.glob("*.safetensors"))

@@ -23,6 +23,7 @@ NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4  # types of tokens that matter here
 SPACE = "▁"
 INSTEAD = "use the model's folder of safetensors, or a file with a known tokenizer"
 ENDS = ("eos", "eot", "eom")
+PIECES = {"bos": 1, "eos": 2, "unknown": 0}  # ids that SentencePiece's files need not state
 CHANGING = {
     "add_eos_token": "it ends every text with an end token",
     "add_sep_token": "it ends every text with a separator",
@@ -83,12 +84,13 @@ class _Facts:
         return value
 
     def id(self, name: str) -> int | None:
-        value = self.get(f"{name}_token_id")
+        usual = PIECES.get(name) if self.kind == "llama" else None
+        value = self.get(f"{name}_token_id", usual)
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.refusal(f"{PREFIX}{name}_token_id is {str(value)[:50]}, no number")
-        return value if 0 <= value < len(self.tokens) else None
+        return next((one for one in (value, usual) if one in range(len(self.tokens))), None)
 
     def merges(self) -> list[tuple[str, str]]:
         """Pairs of tokens, the first one to be merged first."""
