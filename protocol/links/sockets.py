@@ -343,18 +343,16 @@ class ZmqLink:
         return int(self._monitor_socket().getsockopt(zmq.FD))
 
     def receive(self, timeout_s: float | None) -> list[bytes] | None:
-        if (frames := self._take()) is not None:
-            return frames
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            self._notice()
-            if (frames := self._take()) is not None:
-                return frames
+        while (frames := self._take()) is None:  # what arrived before a disconnect comes first
             self._check_open()
-            left_ms = None if deadline is None else (deadline - time.monotonic()) * 1000
-            if left_ms is not None and left_ms <= 0:
-                return None
-            self._poller.poll(None if left_ms is None else ceil(left_ms))
+            self._notice()
+            left_ms = None if deadline is None else ceil((deadline - time.monotonic()) * 1000)
+            if not self._gone:
+                if left_ms is not None and left_ms <= 0:
+                    return None
+                self._poller.poll(left_ms)
+        return frames
 
     def _take(self) -> list[bytes] | None:
         """Return the next message within the bounds, or None."""
