@@ -35,17 +35,9 @@ class Outgoing:
     ) -> None:
         """`later` calls a function after some seconds; `sent` is called with each sent message."""
         self._hub, self._observing, self._acts = hub, observing, acts
-        self._later, self._sent = later, sent
+        self.later, self.now_ns, self._sent = later, observing.now_ns, sent
         self._farewells: dict[bytes, deque[Message]] = {}
         """By address: last messages for clients that do not read."""
-
-    def now_ns(self) -> int:
-        """The coordinator's clock."""
-        return self._observing.now_ns()
-
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call a function after this many seconds."""
-        self._later(seconds, action)
 
     def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
         """Send to a worker. Return the bytes sent and the time before sending: the worker may start
@@ -77,10 +69,10 @@ class Outgoing:
         client.outbox.add(message)
         if client.outbox.bytes > MAX_BYTES_WAITING:
             self._acts.client_deaf(client)
-        elif client.outbox.due(self._observing.now_ns()):
+        elif client.outbox.due(self.now_ns()):
             self.flush(client)
         elif client.outbox.remind():
-            self._later(client.outbox.patience_ns / 1e9, lambda: self.flush(client))
+            self.later(client.outbox.patience_ns / 1e9, lambda: self.flush(client))
 
     def reply(self, client: ClientPeer, message: Message) -> None:
         """Send a client an answer or a refusal."""
@@ -110,9 +102,7 @@ class Outgoing:
         """Send a client's waiting messages. A failure to encode affects one request."""
         while True:
             try:
-                client.outbox.send(
-                    lambda message: self._deliver(client, message), self._observing.now_ns()
-                )
+                client.outbox.send(lambda message: self._deliver(client, message), self.now_ns())
             except LinkError as error:
                 log.info(
                     "client %s (pid %d) can no longer be reached: %s",
@@ -128,7 +118,7 @@ class Outgoing:
             return
 
     def _deliver(self, client: ClientPeer, message: Message) -> None:
-        began_ns = self._observing.began_ns
+        began_ns = self.now_ns()
         frames = encode(message)
         began_ns = self._observing.finely("encode", began_ns, message)
         self._hub.send(client.peer, frames)

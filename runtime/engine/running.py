@@ -252,7 +252,7 @@ class RunningRequest:
         if self.session.state is State.OPENING:
             self.left(now_ns, size)
         else:
-            self.passed_on(size)
+            self.session.accounts.bytes += size
 
     def waits(self, now_ns: int) -> None:
         """Note that the session's command has to wait for its worker."""
@@ -262,7 +262,7 @@ class RunningRequest:
     def part_read(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
         """Note that the target has prefilled a chunk of the log; the rest waits for its turn."""
         if self.session.state is not State.OPENING:
-            self.passed_on(size)
+            self.session.accounts.bytes += size
             return
         self.answered(worker, now_ns, size, spans)
         self.waits(now_ns)
@@ -307,10 +307,6 @@ class RunningRequest:
         """Note that the session no longer waits for its answer."""
         self._spend("queue" if self.queued else ACCOUNT_OF[self.session.state], now_ns)
         self.queued = self.sent = False
-
-    def passed_on(self, size: int) -> None:
-        """Note features received from the target or sent to the draft."""
-        self.session.accounts.bytes += size
 
     def target_read(self, now_ns: int) -> None:
         """Note that the target has prefilled the prompt."""

@@ -279,7 +279,7 @@ class CommandSender:
                 if passing is not None:
                     _passing(running, items[place], passing.rows, passing.context)
                 if isinstance(message, Feed):
-                    running.passed_on(size)
+                    running.session.accounts.bytes += size
                 elif running.awaits(worker, message):
                     running.left(left_ns, each)
                     if items and not items[0].tokens and worker.sessions == 1:

@@ -169,7 +169,7 @@ class WorkerEvents:
             unwanted = unwanted_by(worker, event.session)
             raise unwanted(f"session {event.session} expects no features from {worker.name}")
         self._sensible(running, worker, running.session.prefilled, event)
-        running.passed_on(size)
+        running.session.accounts.bytes += size
 
     def _scored(self, worker: Worker, event: Scored, size: int) -> None:
         """Handle the target's scores of a part of a prompt; the answer to Open is still owed."""
@@ -177,7 +177,7 @@ class WorkerEvents:
         if running is None or running.target is not worker:
             unwanted = unwanted_by(worker, event.session)
             raise unwanted(f"session {event.session} expects nothing from {worker.name}")
-        running.passed_on(size)
+        running.session.accounts.bytes += size
         self._believe(running, lambda: running.give(running.session.scored, event))
 
     def _believe(
@@ -203,12 +203,12 @@ class WorkerEvents:
 
     def _fed(self, worker: Worker, event: Fed, now_ns: int, size: int) -> None:
         running = self._answer(worker, event.session, Owed(Fed, event.round, event.start), "draft")
-        running.passed_on(size)
+        running.session.accounts.bytes += size
         running.draft_read(now_ns, event.spans)
 
     def _refed(self, worker: Worker, event: Refed, size: int) -> None:
         running = self._answer(worker, event.session, Owed(Refed, event.round), "target")
-        running.passed_on(size)
+        running.session.accounts.bytes += size
         self._sensible(running, worker, running.session.refed, event)
 
     def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:

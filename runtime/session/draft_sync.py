@@ -57,11 +57,6 @@ class DraftSync:
         """The size of the features of one position; 0 if it reads none."""
         return 0 if self.reads is None else self.reads.row * ITEM_BYTES[self.reads.dtype]
 
-    def keep_held(self, rows: int) -> None:
-        """Note that the target keeps this many more rows."""
-        self.held += rows
-        self.held_bytes += rows * self.row_bytes
-
     def fits(self, features: Array | None, rows: int) -> bool:
         """Return whether these are this many rows of the features that it reads; always True if it
         reads none."""
@@ -79,7 +74,8 @@ class DraftSync:
         proposal came in time; `features`: those of the root and the accepted nodes; None if the
         target has kept them."""
         if self.reads is not None and features is None:
-            self.keep_held(1 + len(accepted))
+            self.held += 1 + len(accepted)
+            self.held_bytes += (1 + len(accepted)) * self.row_bytes
         elif self.reads is not None and features is not None:
             self.features.append(features)
             self.held_bytes += len(features.data) - self.held * self.row_bytes

@@ -216,14 +216,14 @@ class Session(SessionState):
         if self.draft_sync is not None:
             self.draft_sync.bonus = event.bonus
         actions = self._commit([event.bonus], margins, logprobs, drafted=0)
-        self.accounts.committed(len(self.tokens) - self.restored)
+        self.accounts.tally.completion_tokens += len(self.tokens) - self.restored
         return actions
 
     def _take_over(self) -> None:
         """Note that the target serves the session from now on."""
         if self._moved:
             self.moves, self._moved = self.moves + 1, False
-            self.accounts.moved()
+            self.accounts.tally.moves += 1
         if self._served[-1:] != [self.fingerprint]:
             self._served.append(self.fingerprint)
 

@@ -99,11 +99,6 @@ class EventLog:
         """Add spans of the coordinator."""
         self._add(OURS, "", session, round, 0, spans)
 
-    @property
-    def began_ns(self) -> int:
-        """The current time, the start of a fine span, if fine spans are recorded."""
-        return self.now_ns() if self.fine else 0
-
     def finely(self, name: str, start_ns: int, about: Any) -> int:
         """Record a fine span that ends now, if those are recorded; return that time."""
         if not self.fine:

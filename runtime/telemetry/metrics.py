@@ -241,14 +241,6 @@ class Accounts:
         self.tally.prompt_tokens += prompt_tokens
         self.tally.reused_tokens += reused_tokens
 
-    def moved(self) -> None:
-        """Note that another target has prefilled its log."""
-        self.tally.moves += 1
-
-    def committed(self, tokens: int) -> None:
-        """Count tokens that were committed without a verdict."""
-        self.tally.completion_tokens += tokens
-
     def verdict(self, drafted: int, accepted: int, committed: int) -> None:
         """Count one target pass: committed tokens, `accepted` of them drafted nodes."""
         tally = self.tally
