@@ -1,10 +1,9 @@
 """The Python interface of the ranking kernel: the likeliest tokens after some rows, or the tokens
 chosen there, in one call. Knows rows of logits, not trees."""
 
+import ctypes
 import math
 from collections.abc import Sequence
-from ctypes import Structure, byref, c_int64, c_void_p
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,29 +15,33 @@ from dovetail.workers.kernels import library
 
 SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 LARGEST_MARGIN = float(np.finfo(np.float32).max)
-ROW = np.dtype(
-    [
-        ("logits", np.uint64),
-        ("word", np.uint64),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        *((name, np.float32) for name in ("least", "temperature", "share", "sharpening")),
-        ("noisy", np.int64),
-    ]
-)
-"""`RankedRow` of native/kernels.h."""
-
 Ids = NDArray[np.int32]
 Values = NDArray[np.float32]
 
 
-class RankingStruct(Structure):
+class RowStruct(ctypes.Structure):
+    """`RankedRow` of native/kernels.h."""
+
+    _fields_ = (
+        ("logits", ctypes.c_uint64),
+        ("word", ctypes.c_uint64),
+        ("top_k", ctypes.c_int64),
+        ("top_p", ctypes.c_double),
+        *((name, ctypes.c_float) for name in ("least", "temperature", "share", "sharpening")),
+        ("noisy", ctypes.c_int64),
+    )
+
+
+ROW = np.dtype(RowStruct)
+
+
+class RankingStruct(ctypes.Structure):
     """`Ranking` of native/kernels.h."""
 
     _fields_ = (
-        ("rows", c_void_p),
-        *((name, c_int64) for name in ("count", "size", "width", "shares")),
-        *((name, c_void_p) for name in ("ids", "values")),
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "size", "width", "shares")),
+        *((name, ctypes.c_void_p) for name in ("ids", "values")),
     )
 
 
@@ -67,7 +70,7 @@ def likeliest(
         raise ValueError(f"expected the noise of {len(logits)} rows, got {len(words)}")
     cut = sampling.truncates
     rows = np.zeros(len(logits), ROW)
-    _fill(rows, sampling)
+    rows["top_k"], rows["top_p"], rows["least"] = sampling.top_k, sampling.top_p, _least(sampling)
     if sampling.temperature > 0.0:
         heats = sampling.temperature * (1.0 if cut else share)
         rows["temperature"] = np.maximum(heats, SMALLEST_TEMPERATURE)
@@ -75,49 +78,47 @@ def likeliest(
     rows["share"], rows["sharpening"] = share if cut else 1.0, sharpening
     if words is not None:
         rows["word"], rows["noisy"] = words, 1
-    return _rank(rows, logits.shape[1], width, shares=True)
+    shape = len(rows), min(width, logits.shape[1])
+    ids, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    address, found = rows.ctypes.data, (ids.ctypes.data, values.ctypes.data)
+    library().dt_rank(
+        ctypes.byref(RankingStruct(address, shape[0], logits.shape[1], shape[1], True, *found))
+    )
+    return ids, values
 
 
 def choose(asked: Sequence[tuple[Tensor, Sampling, int | None]]) -> list[tuple[int, float]]:
     """Return, for each row of logits [V] with its processors and the word of its noise (None: no
     noise), the chosen id and its distance to the runner-up, NaN if a logit is NaN. An id of -1
     means that rounding decides what top-p keeps of the row, so that torch must choose."""
-    rows = np.zeros(len(asked), ROW)
+    rows, size = (RowStruct * len(asked))(), asked[0][0].shape[-1]
+    width = min(2, size)
     for row, (logits, sampling, word) in zip(rows, asked, strict=True):
-        _fill(row, sampling)
+        row.top_k, row.top_p, row.least = sampling.top_k, sampling.top_p, _least(sampling)
         if sampling.temperature > 0.0:
-            row["temperature"] = max(sampling.temperature, SMALLEST_TEMPERATURE)
-        row["logits"], row["share"], row["sharpening"] = _start(logits), 1.0, 1.0
+            row.temperature = max(sampling.temperature, SMALLEST_TEMPERATURE)
+        row.logits, row.share, row.sharpening = _start(logits), 1.0, 1.0
         if word is not None:
-            row["word"], row["noisy"] = word, 1
-    ids, values = _rank(rows, asked[0][0].shape[-1], 2, shares=False)
-    with np.errstate(invalid="ignore"):
-        margins = (
-            np.minimum(values[:, 0] - values[:, 1], np.float32(LARGEST_MARGIN))
-            if values.shape[1] > 1
-            else np.full(len(rows), LARGEST_MARGIN)
-        )
-    return [*zip(ids[:, 0].tolist(), margins.tolist(), strict=True)]
-
-
-def _fill(rows: Any, sampling: Sampling) -> None:
-    """Set the processors of rows, but for their temperature."""
-    rows["top_k"], rows["top_p"] = sampling.top_k, sampling.top_p
-    rows["least"] = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
-
-
-def _rank(rows: Any, size: int, width: int, *, shares: bool) -> tuple[Ids, Values]:
-    shape = len(rows), min(width, size)
-    ids, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
-    address = rows.ctypes.data
+            row.word, row.noisy = word, 1
+    ids, values = (ctypes.c_int32 * (width * len(rows)))(), (ctypes.c_float * (width * len(rows)))()
+    found = ctypes.addressof(ids), ctypes.addressof(values)
     library().dt_rank(
-        byref(
-            RankingStruct(
-                address, shape[0], size, shape[1], shares, ids.ctypes.data, values.ctypes.data
-            )
-        )
+        ctypes.byref(RankingStruct(ctypes.addressof(rows), len(rows), size, width, False, *found))
     )
-    return ids, values
+    margins = [LARGEST_MARGIN] * len(rows)
+    if width > 1:
+        # rounded like a difference of two numbers of 32 bits; a NaN remains
+        gaps = [
+            ctypes.c_float(best - second).value
+            for best, second in zip(values[::2], values[1::2], strict=True)
+        ]
+        margins = [LARGEST_MARGIN if gap > LARGEST_MARGIN else gap for gap in gaps]
+    return [*zip(ids[::width], margins, strict=True)]
+
+
+def _least(sampling: Sampling) -> float:
+    """Return the logarithm of min-p."""
+    return math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
 
 
 def _start(logits: Tensor) -> int:

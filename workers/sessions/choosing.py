@@ -115,7 +115,9 @@ class _Choices:
         """Return the kernels' parameters for choosing a token after a row."""
         noise = self._noise(row)
         word = None if noise is None else noise.word
-        return self._looked_back(row)[0], self._session.sampling, word
+        plain = self._session.looking_back is None
+        logits = self._logits[row] if plain else self._looked_back(row)[0]
+        return logits, self._session.sampling, word
 
     def _noise(self, row: int) -> Noise | None:
         noise, length = self._session.noise, len(self._session.log)

@@ -22,6 +22,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ class ProposalProbabilities:
     probabilities: Tensor  # [1 + N, K] float32
 
     @classmethod
+    @cache
     def nothing(cls) -> "ProposalProbabilities":
         """Return the probabilities of a tree without nodes."""
         return cls(torch.zeros(1, 0, dtype=torch.int32), torch.zeros(1, 0))
