@@ -39,10 +39,11 @@ EQUAL = {
     "attention.value_length_swa": "attention.value_length",
     "rope.dimension_count_swa": "rope.dimension_count",
     "rope.freq_base_swa": "rope.freq_base",
-    "attention.layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
-    "attention.layer_norm_rms_epsilon": "attention.layer_norm_epsilon",
 }
 """Keys that change nothing if their value is that of another key."""
+EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
+"""Of both an architecture has the one of its kind of norms; converters write both."""
+WINDOW = "attention.sliding_window"
 PARALLEL = ("phi2", "cohere2")  # attention and MLP read the same, and llama.cpp asks no key
 LARGEST = 1 << 32  # the largest whole number in a file's architecture, which has 32 bits
 HEADS = "attention.head_count"
@@ -184,12 +185,16 @@ class Facts:
     def _is_neutral(self, key: str) -> bool:
         if key == "use_parallel_residual":
             return self.model.facts[self._prefix + key] is (self.architecture in PARALLEL)
+        if key in EPSILONS:
+            return any(other in self._asked for other in EPSILONS)
+        if WINDOW not in self._asked and (key == f"{WINDOW}_pattern" or key.endswith("_swa")):
+            return True  # of layers with windows, which this architecture has not
         value = self.model.facts[self._prefix + key]
         values = value.tolist() if isinstance(value, np.ndarray) else [value]
         same = self.model.facts.get(self._prefix + EQUAL[key]) if key in EQUAL else None
-        return all(one in NEUTRAL.get(key, ()) for one in values) or (
-            not isinstance(same, np.ndarray | None) and values == [same]
-        )
+        if key in NEUTRAL and all(one in NEUTRAL[key] for one in values):
+            return True
+        return not isinstance(same, np.ndarray | None) and values == [same]
 
     def _get(self, key: str, default: Any) -> Any:
         self._asked.add(key)
