@@ -81,6 +81,22 @@ def test_answer_is_what_the_target_emits_alone(
     assert writer.written == sum(map(len, answers.values()))
 
 
+def test_tokens_that_the_target_never_chooses_are_in_no_answer(
+    model: LanguageModel, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never: set[int] = set()
+    for _ in range(2):
+        monkeypatch.setattr(model, "suppressed", tuple(never))
+        writer, answer = AnswerWriter(model), list[int]()
+        prompt = renderer.prompt(CHATS[0].messages[:1])
+        writer.ask(prompt, temperature=0.0, key=bytes(16), new_tokens=6)
+        while len(writer):
+            answer = [token for _, tokens in writer.step() for token in tokens]
+        assert answer
+        assert not never & {*answer}
+        never = {*answer[:3]}
+
+
 def test_chat_is_answered_turn_by_turn_behind_the_targets_own_answers(
     whole: tuple[Path, Outcome],
 ) -> None:

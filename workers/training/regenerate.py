@@ -21,11 +21,12 @@ from dovetail.protocol import files as disk
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling
+from dovetail.workers.models.checkpoints.choices import suppressed_in
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.speculation.noise import gumbel_noise
-from dovetail.workers.speculation.sampling import choose, process_logits
+from dovetail.workers.speculation.sampling import MASKED, choose, process_logits
 from dovetail.workers.training.data.chats import Chat, Message, RefusedError, Renderer, read_chats
 from dovetail.workers.training.run import Callback, Progress, silent
 
@@ -147,6 +148,9 @@ class AnswerWriter:
     def _choose(self, sessions: Sequence[_Session], logits: Tensor) -> list[int]:
         """Choose a token for each row of logits [N, V], at its session's temperature."""
         chosen = [0] * len(sessions)
+        never = [token for token in self._model.suppressed if 0 <= token < logits.shape[1]]
+        index = torch.tensor(never, dtype=torch.long, device=logits.device)
+        logits = logits.index_fill(1, index, MASKED)
         for temperature in {session.temperature for session in sessions}:
             rows = [
                 row for row, session in enumerate(sessions) if session.temperature == temperature
@@ -192,14 +196,9 @@ def regenerate_files(
 ) -> Outcome:
     """Write the target's answers to the chats of files, see `regenerate`."""
     chats = [chat for file in files for chat in read_chats(file)]
-    return regenerate(
-        chats,
-        load_language_model(target, weights=weights, device=device, proof="auto"),
-        renderer,
-        out,
-        writing,
-        progress=progress,
-    )
+    model = load_language_model(target, weights=weights, device=device, proof="auto")
+    model.suppressed = suppressed_in(model.checkpoint.folder, model.end)
+    return regenerate(chats, model, renderer, out, writing, progress=progress)
 
 
 def regenerate(
