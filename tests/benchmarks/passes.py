@@ -31,7 +31,7 @@ CPUS = {
     "NEON": "armv8.0_1",
 }
 """Instruction set -> the CPU with no more whose kernels of llama.cpp are compared with ours."""
-OWN = ("Q8_0", "Q4_0")
+OWN = ("Q8_0", "Q4_0", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 """Types that are written here; llama-quantize makes others of an F16 file."""
 MIXTURE, MIX, LAYERS = "mixture", "Q4_K_M", 3
 """The shape with experts, the mix of types that it is written in, and its layers."""

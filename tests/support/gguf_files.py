@@ -98,6 +98,7 @@ HALVES = {
     Type.Q6_K: (208,),
     Type.IQ4_NL: (0,),
     Type.IQ4_XS: (0,),
+    **dict.fromkeys((Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S), (0,)),
 }
 """Offsets of the 16-bit scales in a block, in bytes."""
 BLOCKED = (*HALVES, *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0), Type.MXFP4)

@@ -1,7 +1,7 @@
 """Our products over the blocks of GGUF files on a GPU, computed by the CPU statement by statement,
 compiled for every GPU that they are for, and in whole models on the pretended one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -20,6 +20,7 @@ from dovetail.workers.models.backends.device.choice import Products, against_ker
 from dovetail.workers.models.backends.device.own_blocks import (
     CONTESTS,
     FORMATS,
+    against_blocks,
     blocks_on,
     own_blocks,
     random_blocks,
@@ -105,10 +106,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield from given_to_pretended(monkeypatch)
 
 
-def written(folder: Path) -> Path:
-    """Write a tiny model as a GGUF file in all types of blocks."""
+MULTIPLIED = [kind for kind in BLOCKED if kind in FORMATS]
+
+
+def written(folder: Path, kinds: Sequence[Type] = MULTIPLIED) -> Path:
+    """Write a tiny model as a GGUF file in types of blocks, all that a GPU multiplies."""
     write_tiny("llama", folder / "model", **WIDE)
-    turn = cycle(BLOCKED)
+    turn = cycle(kinds)
     file = folder / "model.gguf"
     write_gguf(
         folder / "model", file, lambda _, shape: next(turn) if shape[-1] % 256 == 0 else Type.F16
@@ -139,6 +143,19 @@ def test_layers_in_blocks_are_computed_on_a_device_from_the_bytes_of_the_file(
     assert {name for name in launches if name.startswith("blocks_")}
     assert ("round_32" in launches) == (activations == "int8")
     assert ("exact_blocks" in products_on(device()).mark) == (activations == "fp32")
+
+
+@needs_a_compiler
+@needs_kernels
+@pytest.mark.usefixtures("launches")
+def test_types_that_no_gpu_multiplies_are_refused_by_name(tmp_path: Path) -> None:
+    source = str(written(tmp_path, [Type.Q4_K, Type.IQ3_S, Type.IQ2_XXS]))
+    staging = Staging([Place.CPU, Place.CPU, Place.RESIDENT], PretendedTransfer())
+    with pytest.raises(SettingsError, match=r"no product multiplies blocks of IQ\w+"):
+        load_language_model(
+            source, weights="file", device="cpu", stage=lambda *_: staging, cache="fp32"
+        )
+    assert "IQ2_XXS and IQ3_S" in against_blocks(device(), [Type.Q4_K, Type.IQ3_S, Type.IQ2_XXS])
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from dovetail.workers.kernels import Isa, Kind, PackedMatrix
 from dovetail.workers.kernels.blocks import WIDTH, BlockMatrix, Part, part_bytes, unpack, wrong_row
 from dovetail.workers.models.backends.packing import product_of
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.rows import unpacked
 from support.gguf_files import BLOCKED, HALVES, coded
 from support.kernels import every_isa, use
 
@@ -68,8 +69,9 @@ def test_rows_stand_for_the_numbers_of_the_package_bit_for_bit(kind: Type) -> No
     unpack(kind, data, found)
     matrix = packed([kind])
     rows = np.stack([matrix.row(index) for index in range(N)])
-    assert (found.view(np.uint32) == rows.view(np.uint32)).all()
-    assert (found == numbers).all()
+    by_torch = unpacked(bytearray(data), int(kind), (N, K)).float().numpy()
+    for one in (found, rows, by_torch):
+        assert (one.view(np.uint32) == numbers.view(np.uint32)).all()
 
 
 @every_isa

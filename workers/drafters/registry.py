@@ -204,15 +204,16 @@ def _small_weights(wanted: Wanted, device: "Device") -> str:
     """Return the type of a small model's weights for a device: the file's own blocks if they can be
     multiplied there, otherwise on a GPU the fastest type."""
     from dovetail.workers.models.backends.device.own_blocks import against_blocks
-    from dovetail.workers.models.checkpoints.gguf.view import blocks_kept
+    from dovetail.workers.models.checkpoints.gguf.view import described_tensors
     from dovetail.workers.models.checkpoints.hub import find_folder
 
     folder = find_folder(wanted.settings.model)
     if device.is_cpu:
         return device.draft_weights
-    if not blocks_kept(folder):
+    described = described_tensors(folder).values()
+    if not (types := {tensor.type for tensor in described if tensor.packed_bytes}):
         return _fastest(wanted, device)
-    if not (why_not := against_blocks(device.torch_device)):
+    if not (why_not := against_blocks(device.torch_device, types)):
         return "stored"
     weights = _fastest(wanted, device)
     said = f"{wanted.settings.model} is converted to {weights} instead of staying in blocks"

@@ -85,6 +85,19 @@ static inline I16 signed_input_of(Codes w) {
 }
 #endif
 
+// Four bits of each output; those of the outputs j and j + 8 share a byte.
+static DT_INLINE I16 nibbles_of(const char* p) {
+    alignas(16) char own[16];
+#if defined(DT_NEON)
+    vst1_u8((uint8_t*)own, vand_u8(vld1_u8((const uint8_t*)p), vdup_n_u8(15)));
+    vst1_u8((uint8_t*)own + 8, vshr_n_u8(vld1_u8((const uint8_t*)p), 4));
+#else
+    const __m128i pairs = _mm_loadl_epi64((const __m128i*)p), mask = _mm_set1_epi8(15);
+    _mm_store_si128((__m128i*)own, _mm_unpacklo_epi64(_mm_and_si128(pairs, mask), _mm_and_si128(_mm_srli_epi16(pairs, 4), mask)));
+#endif
+    return bytes_of(own);
+}
+
 // ---- the codes of a step
 
 // A plane of one bit or two of each code, moved to the bits from FROM on.
@@ -99,6 +112,7 @@ static inline Codes plane_at(const char* plane) {
 
 template <class F, int STEP>
 static inline Codes codes_of(const char* codes) {
+    static_assert(!dovetail::has_book<F>() || F::BITS == 8, "indices are unpacked a block at a time");
     if constexpr (F::BITS == 8) return load_codes(codes + 64 * STEP);
     else if constexpr (F::BITS == 2) return plane_at<2, 0, STEP>(codes);
     else if constexpr (F::BITS == 3) return either(plane_at<2, 0, STEP>(codes), plane_at<1, 2, STEP>(codes + 128));
@@ -110,6 +124,119 @@ static inline Codes codes_of(const char* codes) {
         if constexpr (dovetail::numbers_of<F>() != nullptr) return look_up(low, dovetail::numbers_of<F>());
         else if constexpr (F::BITS == 4) return low;
         else return either(low, plane_at<F::BITS - 4, 4, STEP>(codes + 256));
+    }
+}
+
+// The entries of a codebook that a block names, as `fours` of blocks.h has them.
+#if defined(DT_AVX512)
+// Twice 32 words of a table, whose indices have BITS bits; those of F from the eighth on stand in `above`, of the first entry from bit FIRST on.
+template <class F, int BITS, int FIRST>
+static DT_INLINE void words_at(const uint16_t* table, const __m512i (&index)[2], __m512i above, __m512i (&to)[2]) {
+    if constexpr (BITS == 6) {
+        const __m512i low = _mm512_loadu_si512(table), high = _mm512_loadu_si512(table + 32);
+        for (int i = 0; i < 2; i++) to[i] = _mm512_permutex2var_epi16(low, index[i], high);
+    } else {
+        __m512i upper[2];
+        words_at<F, BITS - 1, FIRST>(table, index, above, to);
+        words_at<F, BITS - 1, FIRST>(table + (1 << (BITS - 1)), index, above, upper);
+        for (int i = 0; i < 2; i++) {
+            const int bit = BITS > 8 ? FIRST + i * (dovetail::index_bits<F>() - 8) + BITS - 9 : BITS - 1;
+            to[i] = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(BITS > 8 ? above : index[i], _mm512_set1_epi16((int16_t)(1 << bit))), to[i], upper[i]);
+        }
+    }
+}
+
+// Four entries, those two apart in the words of each output.
+template <class F, int ENTRY = 0>
+static DT_INLINE void entries_of(const char* codes, __m512i above, Codes* to) {
+    if constexpr (ENTRY < dovetail::entries<F>()) {
+        constexpr int BITS = dovetail::index_bits<F>();
+        const __m512i line = _mm512_loadu_si512(codes + 16 * ENTRY), index[2] = {line, _mm512_srli_epi16(line, 8)};
+        const __m512i low = _mm512_set1_epi32(0xffff), high = _mm512_set1_epi32(~0xffff);
+        __m512i words[2];
+        words_at<F, BITS, ENTRY*(BITS - 8)>(dovetail::book_of<F>().words, index, above, words);
+        for (int i = 0; i < 2; i++) {
+            to[ENTRY + i].v = _mm512_or_si512(_mm512_slli_epi32(words[i], 12), _mm512_and_si512(words[i], low));
+            to[ENTRY + i + 2].v = _mm512_or_si512(_mm512_srli_epi32(words[i], 16), _mm512_and_si512(_mm512_srli_epi32(words[i], 4), high));
+        }
+        entries_of<F, ENTRY + 4>(codes, above, to);
+    }
+}
+template <class F>
+static DT_INLINE void entries_of(const char* codes, Codes* to) {
+    __m512i above = _mm512_setzero_si512();
+    const char* const behind = codes + 64 * F::BITS;
+    if constexpr (dovetail::high_bits<F>() > 0) {
+        above = dovetail::high_bits<F>() == 8 ? bytes_of(behind).v : nibbles_of(behind).v;
+        above = _mm512_or_si512(above, _mm512_slli_epi32(above, 16 - 2 * (dovetail::index_bits<F>() - 8)));
+    }
+    entries_of<F>(codes, above, to);
+}
+#else
+// Sixteen entries; at(lane) is the index of one. Loads of single entries are faster than the gathers of many processors.
+template <class At>
+static DT_INLINE Codes entries_at(const uint32_t* fours, const At& at) {
+#if defined(DT_NEON)
+    alignas(64) uint32_t found[LANES];
+    for (int lane = 0; lane < LANES; lane++) found[lane] = fours[at(lane)];
+    return load_codes((const char*)found);
+#else
+    __m128i v[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const auto one = [&](int lane) { return _mm_cvtsi32_si128((int)fours[at(4 * i + lane)]); };
+        v[i] = _mm_unpacklo_epi64(_mm_unpacklo_epi32(one(0), one(1)), _mm_unpacklo_epi32(one(2), one(3)));
+    }
+#if defined(DT_AVX2)
+    return {_mm256_set_m128i(v[1], v[0]), _mm256_set_m128i(v[3], v[2])};
+#else
+    return {{v[0], v[1], v[2], v[3]}};
+#endif
+#endif
+}
+
+// Indices of more than eight bits [entry][output]; `above` has the others of all entries of an output.
+template <class F, int ENTRY = 0>
+static DT_INLINE void wide_indices(const char* codes, I16 above, uint32_t* to) {
+    if constexpr (ENTRY < dovetail::entries<F>()) {
+        constexpr int ABOVE = dovetail::index_bits<F>() - 8;
+        const I16 moved = times_power(above, 8 - ENTRY * ABOVE);
+        Codes high;
+        memcpy(&high, &moved, sizeof high);
+        high = only(high, (1 << ABOVE) - 1);  // of all bytes but the second nothing is left
+        I16 index;
+        memcpy(&index, &high, sizeof index);
+        store_int(to, iadd(index, input_of<ENTRY % 4>(load_codes(codes + 16 * (ENTRY / 4 * 4)))));
+        wide_indices<F, ENTRY + 1>(codes, above, to + LANES);
+    }
+}
+
+template <class F>
+static DT_INLINE void entries_of(const char* codes, Codes* to) {
+    constexpr int ENTRIES = dovetail::entries<F>();
+    const uint32_t* const fours = dovetail::book_of<F>().fours;
+    if constexpr (dovetail::high_bits<F>() > 0) {
+        alignas(64) uint32_t indices[ENTRIES * LANES];
+        const char* const behind = codes + 64 * F::BITS;
+        wide_indices<F>(codes, dovetail::high_bits<F>() == 8 ? bytes_of(behind) : nibbles_of(behind), indices);
+        asm("" : : "r"(indices) : "memory");  // indices are loaded one by one
+#pragma GCC unroll 8
+        for (int i = 0; i < ENTRIES; i++) to[i] = entries_at(fours, [&](int lane) { return indices[LANES * i + lane]; });
+    } else
+#pragma GCC unroll 8
+        for (int i = 0; i < ENTRIES; i++) to[i] = entries_at(fours, [&](int lane) { return (uint8_t)codes[64 * (i / 4) + 4 * lane + i % 4]; });
+}
+#endif
+
+template <class F, int STEP = 0>
+static DT_INLINE void unpack_choices(const Codes* entries, const char* signs, Codes* to) {
+    if constexpr (STEP < STEPS) {
+        Codes own;
+        if constexpr (F::BITS == 3) own = only(entries[STEP], 7);
+        else if constexpr (STEP % 2 == 0) own = only(entries[STEP / 2], 3);
+        else own = only(down<2>(entries[STEP / 2]), 3);
+        to[STEP] = look_up(either(own, plane_at<1, 3, STEP>(signs)), dovetail::numbers_of<F>());
+        unpack_choices<F, STEP + 1>(entries, signs, to);
     }
 }
 
@@ -178,7 +305,11 @@ static DT_INLINE void hold(Codes& w) { asm("" : "+x"(w.v[0]), "+x"(w.v[1]), "+x"
 
 template <class F, int STEP = 0>
 static DT_INLINE void unpack_codes(const char* codes, Codes* to) {
-    if constexpr (STEP < STEPS) {
+    if constexpr (dovetail::has_book<F>()) {
+        Codes entries[dovetail::entries<F>()];
+        entries_of<F>(codes, entries);
+        unpack_choices<F>(entries, codes + 16 * dovetail::entries<F>(), to);
+    } else if constexpr (STEP < STEPS) {
         to[STEP] = codes_of<F, STEP>(codes);
 #if defined(DT_SSE)
         if constexpr (dovetail::signed_codes<F>()) to[STEPS + STEP] = odd(to[STEP]), to[STEP] = even(to[STEP]);
@@ -199,7 +330,7 @@ constexpr int power_of(int middle) { return middle <= 1 ? 0 : 1 + power_of(middl
 #if DT_PAIRS
 // So many steps fit into sums of pairs in 16 bits.
 template <class F>
-constexpr int together() { return dovetail::signed_codes<F>() ? 1 : F::MOST <= 15 ? 8 : F::MOST <= 31 ? 4 : 2; }
+constexpr int together() { return dovetail::signed_codes<F>() ? 1 : F::MOST <= 15 ? 8 : F::MOST <= 31 ? 4 : F::MOST <= 63 ? 2 : 1; }
 
 // Steps from FIRST on; those before it that are still in 16 bits are in `pairs`.
 template <class F, int FIRST, int STEP, int END, int R>

@@ -3,16 +3,38 @@
 // Each format has one function that takes a block apart; layout and numbers follow from the facts in blocks.h. Formats: ggml's ggml-common.h.
 #include "blocks.h"
 
+#include "codebooks.h"
+
 #include <cmath>
 #include <cstring>
 
 namespace dovetail {
 namespace {
 
+template <int COUNT>
+constexpr Book book(const char (&text)[COUNT], uint32_t base) {
+    Book made{};
+    uint32_t number = 0;
+    int found = 0;
+    for (int i = 0; i < COUNT - 1; i++) {
+        if (text[i] == '+') {
+            number += 52;
+            continue;
+        }
+        number += static_cast<uint32_t>(text[i] < 'a' ? text[i] - 'A' : text[i] - 'a' + 26);
+        uint32_t rest = number, fours = 0, words = 0;
+        for (int j = 0; rest > 0; j++, rest /= base) fours |= rest % base << (8 * (j % 4) + 2 * (j / 4));
+        for (int j = 0; j < 4; j++) words |= (fours >> 8 * j & 15) << 4 * (j % 2 * 2 + j / 2);
+        made.fours[found] = fours, made.words[found++] = static_cast<uint16_t>(words);
+    }
+    return made;
+}
+
 // A block of the file, one code a byte. Scales and minima are those of 32 inputs or of 16.
 struct Taken {
     uint8_t codes[256];
-    uint16_t d, less;  // fp16
+    uint16_t indices[64];  // of a codebook; `codes` has their choices then, and 8 more for a minus
+    uint16_t d, less;      // fp16
     uint8_t scales[16], minima[16];
 };
 
@@ -130,6 +152,69 @@ inline void take(IQ4_XS, const uint8_t* p, Taken& to) {
         take_nibbles(p + 8 + 16 * b, to.codes + 32 * b);
     }
 }
+
+inline uint32_t word_at(const uint8_t* p) {
+    uint32_t bits;
+    memcpy(&bits, p, 4);
+    return bits;
+}
+
+// Indices -> codes. `signs` has the bits of 8 inputs a byte.
+template <class F>
+inline void choose(const uint8_t* signs, int count, Taken& to) {
+    constexpr int EACH = entry_inputs<F>();
+    for (int i = 0; i < count; i++) {
+        const int at = i % EACH;
+        const uint32_t choice = book_of<F>().fours[to.indices[i / EACH]] >> (8 * (at % 4) + 2 * (at / 4)) & (EACH == 8 ? 3 : 7);
+        to.codes[i] = static_cast<uint8_t>(choice | (signs[i / 8] >> i % 8 & 1) << 3);
+    }
+}
+
+// Seven signs, and an eighth that makes the number of minuses even.
+inline uint8_t even_signs(uint32_t seven) { return static_cast<uint8_t>((seven & 127) | static_cast<uint32_t>(__builtin_parity(seven & 127)) << 7); }
+
+// Of 32 inputs a word with four times seven signs, and a scale.
+template <class F>
+inline void choose_even(const uint8_t* words, int apart, Taken& to) {
+    uint8_t signs[32];
+    for (int i = 0; i < 32; i++) signs[i] = even_signs(word_at(words + i / 4 * apart) >> 7 * (i % 4));
+    for (int b = 0; b < 8; b++) to.scales[b] = static_cast<uint8_t>(word_at(words + b * apart) >> 28);
+    choose<F>(signs, 256, to);
+}
+
+inline void take_nibble_pairs(const uint8_t* p, int count, Taken& to) {
+    for (int i = 0; i < count; i++) to.scales[i] = p[i / 2] >> i % 2 * 4 & 15;
+}
+
+inline void take(IQ2_XXS, const uint8_t* p, Taken& to) {
+    to.d = half_at(p);
+    for (int i = 0; i < 32; i++) to.indices[i] = p[2 + i / 4 * 8 + i % 4];
+    choose_even<IQ2_XXS>(p + 6, 8, to);
+}
+inline void take(IQ3_XXS, const uint8_t* p, Taken& to) {
+    to.d = half_at(p);
+    for (int i = 0; i < 64; i++) to.indices[i] = p[2 + i];
+    choose_even<IQ3_XXS>(p + 66, 4, to);
+}
+inline void take(IQ2_XS, const uint8_t* p, Taken& to) {
+    uint8_t signs[32];
+    to.d = half_at(p);
+    for (int i = 0; i < 32; i++) to.indices[i] = half_at(p + 2 + 2 * i) & 511, signs[i] = even_signs(half_at(p + 2 + 2 * i) >> 9);
+    take_nibble_pairs(p + 66, 16, to);
+    choose<IQ2_XS>(signs, 256, to);
+}
+inline void take(IQ2_S, const uint8_t* p, Taken& to) {
+    to.d = half_at(p);
+    for (int i = 0; i < 32; i++) to.indices[i] = static_cast<uint16_t>(p[2 + i] | (p[66 + i / 4] >> 2 * (i % 4) & 3) << 8);
+    take_nibble_pairs(p + 74, 16, to);
+    choose<IQ2_S>(p + 34, 256, to);
+}
+inline void take(IQ3_S, const uint8_t* p, Taken& to) {
+    to.d = half_at(p);
+    for (int i = 0; i < 64; i++) to.indices[i] = static_cast<uint16_t>(p[2 + i] | (p[66 + i / 8] >> i % 8 & 1) << 8);
+    take_nibble_pairs(p + 106, 8, to);
+    choose<IQ3_S>(p + 74, 256, to);
+}
 inline void take(MXFP4, const uint8_t* p, Taken& to) {
     to.scales[0] = p[0];
     take_nibbles(p + 1, to.codes);
@@ -170,6 +255,28 @@ inline void put_plane(const uint8_t* codes, int bits, int from, char* plane) {
     }
 }
 
+// Four bits of one of sixteen outputs.
+inline void put_nibble(int value, int64_t lane, char* out) {
+    const int shift = lane < 8 ? 0 : 4;
+    out[lane % 8] = static_cast<char>((out[lane % 8] & 0xf0 >> shift) | value << shift);
+}
+inline int get_nibble(const char* p, int64_t lane) { return static_cast<uint8_t>(p[lane % 8]) >> (lane < 8 ? 0 : 4) & 15; }
+
+// The indices of a codebook and the signs of 32 inputs of one output.
+template <class F>
+inline void put_indices(const Taken& from, int block, int64_t lane, char* out) {
+    int high = 0;
+    for (int i = 0; i < entries<F>(); i++) {
+        const int index = from.indices[entries<F>() * block + i];
+        out[64 * (i / 4) + 4 * lane + i % 4] = static_cast<char>(index);
+        high |= (index >> 8) << i * (index_bits<F>() - 8);
+    }
+    put_plane(from.codes + WIDTH * block, 1, 3, out + 16 * entries<F>() + 4 * lane);
+    char* const behind = out + 64 * F::BITS;
+    if constexpr (high_bits<F>() == 8) behind[lane] = static_cast<char>(high);
+    else if constexpr (high_bits<F>() == 4) put_nibble(high, lane, behind);
+}
+
 // The codes of 32 inputs of one output; `out` is that of its four bytes in the first line.
 template <class F>
 inline void put_codes(const uint8_t* codes, char* out) {
@@ -190,6 +297,8 @@ inline void put_scales(const Taken& from, int block, int64_t lane, char* out) {
     if constexpr (F::SCALES == HALF || F::SCALES == HALF_AND_MORE) {
         memcpy(out + 2 * lane, &from.d, 2);
         if constexpr (F::SCALES == HALF_AND_MORE) memcpy(out + 32 + 2 * lane, &from.less, 2);
+    } else if constexpr (in_nibbles(F::SCALES)) {
+        for (int i = 0; i <= by_sixteens(F::SCALES); i++) put_nibble(from.scales[own + i], lane, out + 8 * i);
     } else {
         out[lane] = static_cast<char>(from.scales[own]);
         if constexpr (F::SCALES == BYTE_AND_LESS) out[16 + lane] = static_cast<char>(from.minima[own]);
@@ -218,7 +327,8 @@ void pack_rows(const uint8_t* source, int64_t first, int64_t count, int64_t k, c
                 char* own = out + super_bytes<F>();
                 for (int b = 0; b < BLOCKS_OF; b++, own += part_block_bytes<F>()) {
                     put_scales<F>(block, b, lane, own);
-                    put_codes<F>(block.codes + WIDTH * b, own + scales_bytes(F::SCALES) + 4 * lane);
+                    if constexpr (has_book<F>()) put_indices<F>(block, b, lane, own + scales_bytes(F::SCALES));
+                    else put_codes<F>(block.codes + WIDTH * b, own + scales_bytes(F::SCALES) + 4 * lane);
                 }
             }
     }
@@ -236,6 +346,7 @@ template <class F>
 inline void scale_of(const Taken& b, int own, float& scale, float& more) {
     more = 0;
     if constexpr (F::SCALES == POWER) scale = std::ldexp(1.0f, b.scales[0] - 128);
+    else if constexpr (in_nibbles(F::SCALES)) scale = widened(FP16, b.d) * unit_of<F>() * (static_cast<float>(b.scales[own]) + 0.5f);
     else if constexpr (!scaled_twice(F::SCALES)) {
         scale = widened(FP16, b.d);
         if constexpr (F::SCALES == HALF_AND_MORE) more = widened(FP16, b.less);
@@ -267,10 +378,26 @@ inline void get_codes(const char* packed, uint8_t* codes) {
 }
 
 template <class F>
+inline void get_indices(const char* packed, int64_t lane, Taken& to) {
+    constexpr int ABOVE = index_bits<F>() - 8;
+    const char *const signs = packed + 16 * entries<F>(), *const behind = packed + 64 * F::BITS;
+    int high = 0;
+    if constexpr (high_bits<F>() == 8) high = static_cast<uint8_t>(behind[lane]);
+    else if constexpr (high_bits<F>() == 4) high = get_nibble(behind, lane);
+    uint8_t own[4] = {};
+    for (int i = 0; i < entries<F>(); i++)
+        to.indices[i] = static_cast<uint16_t>(static_cast<uint8_t>(packed[64 * (i / 4) + 4 * lane + i % 4]) | (high >> i * ABOVE & ((1 << ABOVE) - 1)) << 8);
+    for (int i = 0; i < WIDTH; i++) own[i / 8] |= static_cast<uint8_t>((static_cast<uint8_t>(signs[4 * lane + i % 4]) >> i / 4 & 1) << i % 8);
+    choose<F>(own, WIDTH, to);
+}
+
+template <class F>
 inline void get_scales(const char* p, int64_t lane, Taken& to) {
     if constexpr (F::SCALES == HALF || F::SCALES == HALF_AND_MORE) {
         memcpy(&to.d, p + 2 * lane, 2);
         if constexpr (F::SCALES == HALF_AND_MORE) memcpy(&to.less, p + 32 + 2 * lane, 2);
+    } else if constexpr (in_nibbles(F::SCALES)) {
+        for (int i = 0; i <= by_sixteens(F::SCALES); i++) to.scales[i] = static_cast<uint8_t>(get_nibble(p + 8 * i, lane));
     } else {
         to.scales[0] = static_cast<uint8_t>(p[lane]);
         if constexpr (F::SCALES == BYTE_AND_LESS) to.minima[0] = static_cast<uint8_t>(p[16 + lane]);
@@ -302,7 +429,9 @@ Taken take_back(const char* vector, int64_t b, int64_t lane) {
     if (scaled_twice(F::SCALES)) memcpy(&block.d, super + 2 * lane, 2);
     if (with_minima(F::SCALES)) memcpy(&block.less, super + 32 + 2 * lane, 2);
     get_scales<F>(at, lane, block);
-    get_codes<F>(at + scales_bytes(F::SCALES) + 4 * lane, block.codes);
+    const char* const codes = at + scales_bytes(F::SCALES);
+    if constexpr (has_book<F>()) get_indices<F>(codes, lane, block);
+    else get_codes<F>(codes + 4 * lane, block.codes);
     return block;
 }
 
@@ -330,6 +459,9 @@ void unpack_rows(const uint8_t* source, int64_t count, int64_t k, float* out) {
 }
 
 }  // namespace
+
+constexpr Book IQ2_XXS_BOOK = book(IQ2_XXS_ENTRIES, 3), IQ2_XS_BOOK = book(IQ2_XS_ENTRIES, 3), IQ2_S_BOOK = book(IQ2_S_ENTRIES, 3);
+constexpr Book IQ3_XXS_BOOK = book(IQ3_XXS_ENTRIES, 8), IQ3_S_BOOK = book(IQ3_S_ENTRIES, 8);
 
 int64_t part_bytes(int type, int64_t n, int64_t k) {
     int64_t bytes = 0;

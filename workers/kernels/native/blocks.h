@@ -6,6 +6,9 @@
 // eight of them in a block: of 4 bits, bytes 64 j .. 64 j + 63 hold step j in their low and step j + 4 in their high halves. More bits stand in planes of their
 // own behind those: of the fifth, bit j of a byte is that of step j; of the fifth and sixth, bytes 64 j .. hold steps j, j + 2, j + 4 and j + 6. Formats of 2 bits
 // have that plane alone, those of 3 the other behind it. Parts of plain numbers lie as packing.h says.
+//
+// IQ2 and IQ3 have indices of a codebook in place of codes: a byte of each for 8 or 4 inputs, byte 4 i + j of line l of output i is that of entry 4 l + j; then
+// the signs, a plane of one bit, and the bits of the indices above eight: of all entries of an output in a byte, or of IQ2_XS in four bits.
 #pragma once
 
 #include "packing.h"
@@ -21,15 +24,18 @@ enum Scales : int {
     BYTE,           // 16 s8, times d
     BYTE_AND_LESS,  // 16 u8, times d, and 16 u8, times dmin, that are taken away
     BYTES,          // 16 s8 of the first 16 inputs and 16 of the others, times d
-    BYTES_AND_LESS  // 2 x 16 u8, times d, and 2 x 16, times dmin, that are taken away
+    BYTES_AND_LESS,  // 2 x 16 u8, times d, and 2 x 16, times dmin, that are taken away
+    NIBBLE,          // 16 u4 s, those of the outputs j and j + 8 in a byte, of (s + 1/2) d times the unit of the format
+    NIBBLES          // the same of the first 16 inputs, then of the others
 };
 
 constexpr int64_t scales_bytes(Scales s) {
-    return s == POWER || s == BYTE ? 16 : s == HALF || s == BYTE_AND_LESS || s == BYTES ? 32 : 64;
+    return s == NIBBLE ? 8 : s == POWER || s == BYTE || s == NIBBLES ? 16 : s == HALF || s == BYTE_AND_LESS || s == BYTES ? 32 : 64;
 }
 constexpr bool scaled_twice(Scales s) { return s >= BYTE; }
 constexpr bool with_minima(Scales s) { return s == BYTE_AND_LESS || s == BYTES_AND_LESS; }
-constexpr bool by_sixteens(Scales s) { return s == BYTES || s == BYTES_AND_LESS; }
+constexpr bool by_sixteens(Scales s) { return s == BYTES || s == BYTES_AND_LESS || s == NIBBLES; }
+constexpr bool in_nibbles(Scales s) { return s >= NIBBLE; }
 
 // NUMBERS and SIZE are those of a block of the file. MOST: the largest code that is multiplied. A SIGNED code is a number as it is; TABLE has the numbers of codes.
 struct Q4_0 { static constexpr int TYPE = 2, NUMBERS = 32, SIZE = 18, BITS = 4, MIDDLE = 8, MOST = 15; static constexpr Scales SCALES = HALF; };
@@ -44,16 +50,53 @@ struct Q5_K { static constexpr int TYPE = 13, NUMBERS = 256, SIZE = 176, BITS = 
 struct Q6_K { static constexpr int TYPE = 14, NUMBERS = 256, SIZE = 210, BITS = 6, MIDDLE = 32, MOST = 63; static constexpr Scales SCALES = BYTES; };
 struct IQ4_NL { static constexpr int TYPE = 20, NUMBERS = 32, SIZE = 18, BITS = 4, MIDDLE = 0, MOST = 0; static constexpr Scales SCALES = HALF; };
 struct IQ4_XS { static constexpr int TYPE = 23, NUMBERS = 256, SIZE = 136, BITS = 4, MIDDLE = 0, MOST = 0; static constexpr Scales SCALES = BYTE; };
+struct IQ2_XXS { static constexpr int TYPE = 16, NUMBERS = 256, SIZE = 66, BITS = 2, MIDDLE = 64, MOST = 107; static constexpr Scales SCALES = NIBBLE; };
+struct IQ2_XS { static constexpr int TYPE = 17, NUMBERS = 256, SIZE = 74, BITS = 2, MIDDLE = 64, MOST = 107; static constexpr Scales SCALES = NIBBLES; };
+struct IQ3_XXS { static constexpr int TYPE = 18, NUMBERS = 256, SIZE = 98, BITS = 3, MIDDLE = 64, MOST = 126; static constexpr Scales SCALES = NIBBLE; };
+struct IQ3_S { static constexpr int TYPE = 21, NUMBERS = 256, SIZE = 110, BITS = 3, MIDDLE = 16, MOST = 31; static constexpr Scales SCALES = NIBBLE; };
+struct IQ2_S { static constexpr int TYPE = 22, NUMBERS = 256, SIZE = 82, BITS = 2, MIDDLE = 64, MOST = 107; static constexpr Scales SCALES = NIBBLES; };
 struct MXFP4 { static constexpr int TYPE = 39, NUMBERS = 32, SIZE = 17, BITS = 4, MIDDLE = 16, MOST = 28; static constexpr Scales SCALES = POWER; };
 
 template <class F>
 constexpr bool signed_codes() { return F::MOST == 0; }
 
-// The numbers that codes stand for, MXFP4's with its middle; null: they stand for themselves.
+// Of the index of a codebook; 0: codes stand for themselves. Inputs of an index, and bits of all indices of an output and block above eight.
+template <class F>
+constexpr int index_bits() {
+    return F::TYPE == IQ2_XXS::TYPE || F::TYPE == IQ3_XXS::TYPE ? 8 : F::TYPE == IQ2_XS::TYPE || F::TYPE == IQ3_S::TYPE ? 9 : F::TYPE == IQ2_S::TYPE ? 10 : 0;
+}
+template <class F>
+constexpr bool has_book() { return index_bits<F>() > 0; }
+template <class F>
+constexpr int entry_inputs() { return F::BITS == 2 ? 8 : 4; }
+template <class F>
+constexpr int entries() { return (int)WIDTH / entry_inputs<F>(); }
+template <class F>
+constexpr int high_bits() { return has_book<F>() ? (index_bits<F>() - 8) * entries<F>() : 0; }
+template <class F>
+constexpr float unit_of() { return F::TYPE == IQ3_XXS::TYPE ? 0.5f : F::TYPE == IQ3_S::TYPE ? 2.0f : 0.25f; }
+
+// The entries of a codebook. A nibble has the choice of an input, of IQ2 with four times that of the input four behind it; `fours` has that of input j in byte j,
+// `words` those of the inputs 0, 2, 1 and 3 side by side.
+struct Book {
+    uint16_t words[1024];
+    uint32_t fours[1024];
+};
+extern const Book IQ2_XXS_BOOK, IQ2_XS_BOOK, IQ2_S_BOOK, IQ3_XXS_BOOK, IQ3_S_BOOK;
+template <class F>
+inline const Book& book_of() {
+    return F::TYPE == IQ2_XXS::TYPE ? IQ2_XXS_BOOK : F::TYPE == IQ2_XS::TYPE ? IQ2_XS_BOOK : F::TYPE == IQ2_S::TYPE ? IQ2_S_BOOK : F::TYPE == IQ3_XXS::TYPE ? IQ3_XXS_BOOK : IQ3_S_BOOK;
+}
+
+// The numbers that codes stand for, those with a middle with it; null: they stand for themselves. Of codebooks: of a choice, and of 8 more with a minus.
 alignas(16) constexpr int8_t IQ4_NUMBERS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 alignas(16) constexpr int8_t MXFP4_NUMBERS[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+alignas(16) constexpr int8_t IQ2_NUMBERS[16] = {72, 89, 107, 0, 72, 89, 107, 0, 56, 39, 21, 0, 56, 39, 21, 0};
+alignas(16) constexpr int8_t IQ3_XXS_NUMBERS[16] = {68, 76, 84, 92, 100, 108, 116, 126, 60, 52, 44, 36, 28, 20, 12, 2};
+alignas(16) constexpr int8_t IQ3_S_NUMBERS[16] = {17, 19, 21, 23, 25, 27, 29, 31, 15, 13, 11, 9, 7, 5, 3, 1};
 template <class F>
 constexpr const int8_t* numbers_of() {
+    if (has_book<F>()) return F::BITS == 2 ? IQ2_NUMBERS : F::TYPE == IQ3_XXS::TYPE ? IQ3_XXS_NUMBERS : IQ3_S_NUMBERS;
     return F::TYPE == IQ4_NL::TYPE || F::TYPE == IQ4_XS::TYPE ? IQ4_NUMBERS : F::TYPE == MXFP4::TYPE ? MXFP4_NUMBERS : nullptr;
 }
 
@@ -61,7 +104,7 @@ constexpr int64_t SUPER = 8;  // blocks that share scales of scales
 template <class F>
 constexpr int64_t super_bytes() { return !scaled_twice(F::SCALES) ? 0 : with_minima(F::SCALES) ? 64 : 32; }
 template <class F>
-constexpr int64_t part_block_bytes() { return scales_bytes(F::SCALES) + STEPS * 64 * F::BITS / 8; }
+constexpr int64_t part_block_bytes() { return scales_bytes(F::SCALES) + STEPS * 64 * F::BITS / 8 + high_bits<F>() * VECTOR / 8; }
 // Of the blocks of a vector of outputs.
 template <class F>
 constexpr int64_t vector_bytes_of(int64_t blocks) { return blocks * part_block_bytes<F>() + blocks / SUPER * super_bytes<F>(); }
@@ -82,6 +125,11 @@ bool with_format(int type, const Body& body) {
         case Q6_K::TYPE: body(Q6_K{}); return true;
         case IQ4_NL::TYPE: body(IQ4_NL{}); return true;
         case IQ4_XS::TYPE: body(IQ4_XS{}); return true;
+        case IQ2_XXS::TYPE: body(IQ2_XXS{}); return true;
+        case IQ2_XS::TYPE: body(IQ2_XS{}); return true;
+        case IQ3_XXS::TYPE: body(IQ3_XXS{}); return true;
+        case IQ3_S::TYPE: body(IQ3_S{}); return true;
+        case IQ2_S::TYPE: body(IQ2_S{}); return true;
         case MXFP4::TYPE: body(MXFP4{}); return true;
         default: return false;
     }

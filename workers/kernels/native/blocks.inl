@@ -56,7 +56,9 @@ static DT_INLINE Scale scale_of(const char* p, F16 d, F16 dmin) {
     } else if constexpr (F::SCALES == BYTES) {
         s.w[0] = mul(d, to_float(signed_bytes_of(p)));
         s.w[1] = mul(d, to_float(signed_bytes_of(p + 16)));
-    } else
+    } else if constexpr (in_nibbles(F::SCALES))
+        for (int i = 0; i <= by_sixteens(F::SCALES); i++) s.w[i] = mul(d, add(to_float(nibbles_of(p + 8 * i)), set1(0.5f)));
+    else
         for (int i = 0; i < 2; i++) {
             s.w[i] = mul(d, to_float(bytes_of(p + 16 * i)));
             s.m[i] = sub(zero(), mul(dmin, to_float(bytes_of(p + 32 + 16 * i))));
@@ -78,6 +80,7 @@ struct Walker {
         if constexpr (dovetail::scaled_twice(F::SCALES)) {
             if (b % dovetail::SUPER != 0) return;
             d = load_half((const uint16_t*)at);
+            if constexpr (dovetail::in_nibbles(F::SCALES)) d = mul(d, set1(dovetail::unit_of<F>()));
             if constexpr (dovetail::with_minima(F::SCALES)) dmin = load_half((const uint16_t*)(at + 32));
             at += dovetail::super_bytes<F>();
         }
@@ -122,8 +125,8 @@ static void pack_block(const float* x, char* packed, int64_t height, int64_t row
     memcpy(packed + 4 * ((STEPS + 2) * height + row), &whole, 4);
     memcpy(packed + 4 * ((STEPS + 3) * height + row), &half, 4);
 #if defined(DT_SSE)
-    // All numbers of a sum are multiples of 2^-24, as scales are, times the last bit of D: zero, or normal. No weight is larger than 2^24.
-    const bool normal = about[0] == 0 || (about[0] >= 0x1p-79f && about[0] <= 0x1p60f);
+    // All numbers of a sum are multiples of 2^-27, as scales are, times the last bit of D: zero, or normal. No weight is larger than 2^24.
+    const bool normal = about[0] == 0 || (about[0] >= 0x1p-76f && about[0] <= 0x1p60f);
     const double wide[2] = {normal ? about[0] : -__builtin_fabs(about[0]), about[1]};
     memcpy(packed + 4 * (STEPS + 4), wide, sizeof wide);
     int16_t pairs[2][WIDTH / 2];
@@ -297,11 +300,12 @@ static __attribute__((noinline)) bool add_block_exactly(const char* codes, const
     return usual;
 }
 
-// MOST: one row, whose codes are used as they are unpacked, or up to BLOCK_ROWS.
+// MOST: one row, whose codes are used as they are unpacked unless they are indices, or up to BLOCK_ROWS.
 template <class F, int MOST>
 static void row_tile(int64_t rows, const TileRun& run) {
     constexpr int64_t BYTES = dovetail::part_block_bytes<F>();
-    using Own = std::conditional_t<MOST == 1, F, Unpacked<F>>;
+    constexpr bool UNPACKS = MOST > 1 || dovetail::has_book<F>();
+    using Own = std::conditional_t<UNPACKS, Unpacked<F>, F>;
     Walker<F> walker(run.packed);
     WideScale<F> scales;
     const char* x = run.x;
@@ -320,7 +324,7 @@ static void row_tile(int64_t rows, const TileRun& run) {
         const bool wild = F::SCALES == dovetail::POWER && (any_less(scale.w[0], set1(0x1p-24f)) || any_less(set1(0x1p24f), scale.w[0]));
         const char* codes = walker.codes();
         Codes unpacked[2 * STEPS];
-        if constexpr (MOST > 1) {
+        if constexpr (UNPACKS) {
             unpack_codes<F>(codes, unpacked);
             codes = (const char*)unpacked;
             asm("" : "+r"(codes) : : "memory");  // reloaded from memory: there are more codes than registers
@@ -384,7 +388,7 @@ struct UnpackedBlock {
 };
 constexpr int64_t UNPACKED = 16;  // blocks at a time
 
-// The tiles from which on this is faster, for formats whose scales have scales; 0: it never is. (Zen 4, weights in the cache, at 64 rows: with AVX2 Q4_K 0.93 of
+// The tiles from which on this is faster, for formats whose scales have scales; 0: it never is. Indices of a codebook are always unpacked so. (Zen 4, weights in the cache, at 64 rows: with AVX2 Q4_K 0.93 of
 // the time and Q6_K 0.84, with AVX-512 0.95; with VNNI it gains nothing, and neither do the codes of Q4_0 and Q8_0.)
 #if defined(DT_AVX2)
 constexpr int64_t SHARING = 4;
@@ -394,7 +398,7 @@ constexpr int64_t SHARING = 8;
 constexpr int64_t SHARING = 0;
 #endif
 template <class F>
-constexpr bool shares_codes() { return SHARING > 0 && dovetail::scaled_twice(F::SCALES); }
+constexpr int64_t sharing() { return dovetail::has_book<F>() ? 1 : dovetail::scaled_twice(F::SCALES) ? SHARING : 0; }
 
 template <class F, int R = BLOCK_ROWS>
 static void add_unpacked(int64_t rows, const UnpackedBlock* blocks, int64_t count, const char* x, float* sums) {
@@ -458,7 +462,12 @@ static void widen_blocks(Walker<F>& walker, int64_t first, int64_t count, float*
     for (int64_t b = first; b < first + count; b++, out += WIDTH * stride) {
         walker.begin(b);
         for (int64_t line = 0; line < dovetail::part_block_bytes<F>(); line += 64) __builtin_prefetch(walker.at + BLOCKS_AHEAD + line, 0, 3);
-        widen_steps<F>(walker.codes(), scale_of<F>(walker.at, walker.d, walker.dmin), out, stride);
+        const Scale scale = scale_of<F>(walker.at, walker.d, walker.dmin);
+        if constexpr (dovetail::has_book<F>()) {
+            Codes own[STEPS];
+            unpack_codes<F>(walker.codes(), own);
+            widen_steps<Unpacked<F>>((const char*)own, scale, out, stride);
+        } else widen_steps<F>(walker.codes(), scale, out, stride);
         walker.end();
     }
 }
@@ -487,18 +496,19 @@ static void int8_columns(const BlockPass& pass, const dovetail::Part& part, int6
         const float* const bias = pass.matrix.bias == nullptr ? nullptr : pass.matrix.bias + column;
         TileRun run = {pass.x, packed, cut.blocks, pass.y + column, pass.y_stride, left, bias, true};
 #if !defined(DT_SSE)
-        if constexpr (shares_codes<F>())
-            if (cut.tiles >= SHARING) {
+        if constexpr (sharing<F>() > 0)
+            if (cut.tiles >= sharing<F>()) {
                 alignas(64) float sums[CHUNK * LANES];
                 shared_tiles<F>(cut, pass.x, packed, sums);
                 for (int64_t r = 0; r < pass.rows; r++) run.finish(r, load(sums + r * LANES));
                 continue;
             }
+        if constexpr (sharing<F>() != 1)
 #endif
-        for (int64_t t = 0; t < cut.tiles; t++, run.ahead = false) {
-            run.x = pass.x + cut.at(t, 0), run.y = pass.y + cut.row(t) * pass.y_stride + column;
-            run_block_tile<F>(cut.height(t), run);
-        }
+            for (int64_t t = 0; t < cut.tiles; t++, run.ahead = false) {
+                run.x = pass.x + cut.at(t, 0), run.y = pass.y + cut.row(t) * pass.y_stride + column;
+                run_block_tile<F>(cut.height(t), run);
+            }
     }
 }
 

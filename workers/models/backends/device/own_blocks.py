@@ -2,7 +2,7 @@
 (`kernels/cuda/rounded.cu`) or fp32 (`exact.cu`): the bytes of the CPU kernels. torch has no such
 product: without ours, these weights cannot be used there."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -203,16 +203,24 @@ def blocks_on(
     product."""
     contest = CONTESTS[Kind(lying.kind)]
     program = None if products is None else products.owner(contest)
-    if program is None:
-        why = (
+    why = _unknown(device, (part.type for part in lying.parts))
+    if program is None or why:
+        why = why or (
             f"{device}: torch multiplies none" if products is None else products.said[contest.kind]
         )
         raise SettingsError(f"{why}; use weights half or int8, or compute it on the CPU")
     return own_blocks(program, lying, memory)
 
 
-def against_blocks(device: torch.device) -> str:
-    """Return why no product of blocks can run on a device; empty if one can."""
+def _unknown(device: torch.device, types: Iterable[int]) -> str:
+    names = sorted({KINDS[type].name for type in types if type not in (*FORMATS, *PLAIN)})
+    return f"{device}: no product multiplies blocks of {' and '.join(names)}" if names else ""
+
+
+def against_blocks(device: torch.device, types: Iterable[int]) -> str:
+    """Return why blocks of these types cannot be multiplied on a device; empty if they can."""
+    if why := _unknown(device, types):
+        return why
     products = products_on(device)
     return "" if products.owner(CONTEST) is not None else products.said[CONTEST.kind]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers.kernels.blocks import wrong_row
+from dovetail.workers.models.checkpoints.gguf.codebooks import chosen, even
 from dovetail.workers.models.checkpoints.gguf.kinds import BF16, F16, F32, KINDS, MXFP4
 from dovetail.workers.models.checkpoints.stored import Stored
 from dovetail.workers.progress import count_bytes
@@ -63,12 +64,61 @@ def q2_k(block: Tensor) -> Tensor:
 
 def iq4_xs(block: Tensor) -> Tensor:
     """Sub-blocks of 32 with six-bit scales less 32: four bits here, two there."""
-    low = torch.stack([block[:, 4:8] & 15, block[:, 4:8] >> 4], dim=2).flatten(1)
+    low = _neighbours(block[:, 4:8])
     high = (block[:, 2:4].unsqueeze(2) >> _shifts(4, 2).view(1, 1, 4) & 3).flatten(1)
     scales = _less(low | high << 4, 32) * _half(block, 0)
     codes = block[:, 8:].reshape(-1, 8, 16)
     numbers = _table(IQ4)[torch.cat([codes & 15, codes >> 4], dim=2).int()]
     return (numbers * scales.unsqueeze(2)).flatten(1)
+
+
+def iq2_xxs(block: Tensor) -> Tensor:
+    """For each 32 numbers four indices, four times seven signs, and a scale of four bits."""
+    indices = block[:, 2:].reshape(-1, 8, 8)[:, :, :4].flatten(1)
+    words = block[:, 2:].contiguous().view(torch.int32)[:, 1::2]
+    return chosen("IQ2_XXS", indices, _sevens(words), _odd(words >> 28 & 15, block, 0.25))
+
+
+def iq2_xs(block: Tensor) -> Tensor:
+    """Indices of nine bits with seven signs each; scales for each 16."""
+    words = block[:, 2:66].contiguous().view(torch.int16).int() & 0xFFFF
+    scales = _odd(_neighbours(block[:, 66:]), block, 0.25)
+    return chosen("IQ2_XS", words & 511, even(words >> 9), scales)
+
+
+def iq2_s(block: Tensor) -> Tensor:
+    """Indices of ten bits, two of them apart; scales for each 16."""
+    high = (block[:, 66:74].unsqueeze(2) >> _shifts(4, 2).view(1, 1, 4) & 3).flatten(1)
+    indices = block[:, 2:34].int() | high.int() << 8
+    return chosen("IQ2_S", indices, block[:, 34:66], _odd(_neighbours(block[:, 74:]), block, 0.25))
+
+
+def iq3_xxs(block: Tensor) -> Tensor:
+    """For each 32 numbers eight indices; elsewhere four times seven signs, and a scale."""
+    words = block[:, 66:].contiguous().view(torch.int32)
+    return chosen("IQ3_XXS", block[:, 2:66], _sevens(words), _odd(words >> 28 & 15, block, 0.5))
+
+
+def iq3_s(block: Tensor) -> Tensor:
+    """Indices of nine bits, one of them apart; scales for each 32."""
+    high = (block[:, 66:74].unsqueeze(2) >> _shifts(8, 1).view(1, 1, 8) & 1).flatten(1)
+    indices = block[:, 2:66].int() | high.int() << 8
+    return chosen("IQ3_S", indices, block[:, 74:106], _odd(_neighbours(block[:, 106:]), block, 2.0))
+
+
+def _sevens(words: Tensor) -> Tensor:
+    """Signs of 32-bit words [blocks, 8], each with four times seven: uint8 [blocks, 32]."""
+    return even(words.unsqueeze(2) >> torch.arange(0, 28, 7) & 127).flatten(1)
+
+
+def _odd(codes: Tensor, block: Tensor, unit: float) -> Tensor:
+    """Scales of codes: an odd number of halves of a unit, times that of the block."""
+    return (codes.float() + 0.5) * unit * _half(block, 0)
+
+
+def _neighbours(codes: Tensor) -> Tensor:
+    """Codes of four bits, those of a byte one behind the other, the lower first."""
+    return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
 
 
 def _half(block: Tensor, place: int) -> Tensor:
@@ -145,7 +195,12 @@ UNPACK: Mapping[int, Callable[[Tensor], Tensor]] = {  # `KINDS` has their names
     12: lambda block: _scaled(block, _pairs(block[:, 16:])),
     13: q5_k,
     14: q6_k,
+    16: iq2_xxs,
+    17: iq2_xs,
+    18: iq3_xxs,
     20: lambda block: _table(IQ4)[_nibbles(block[:, 2:]).int()] * _half(block, 0),
+    21: iq3_s,
+    22: iq2_s,
     23: iq4_xs,
     MXFP4: mxfp4,
 }
