@@ -33,10 +33,20 @@ class SearchedLog:
         """`log` may grow at its end."""
         self.log, self._text = log, ""
 
+    @property
+    def recurs(self) -> bool:
+        """Whether the last two tokens have occurred before; a single one says little."""
+        text = self._caught_up()
+        return text.rfind(text[-2:], 0, len(text) - 1) >= 0
+
+    def _caught_up(self) -> str:
+        if new := self.log[len(self._text) :]:
+            self._text += "".join([chr(token % CHARACTERS) for token in new])
+        return self._text
+
     def occurrences(self) -> Matches:
         """Return the earlier occurrences of the log's last tokens."""
-        new = self.log[len(self._text) :]
-        self._text = text = self._text + "".join([chr(token % CHARACTERS) for token in new])
+        text = self._caught_up()
         found: dict[int, None] = {}
         for size in SIZES:
             last, end = text[-size:], len(text) - 1

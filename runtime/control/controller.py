@@ -216,17 +216,21 @@ class Controller:
         self.begun = Begun(load, on_off.era, sampled)
         return on_off.drafting
 
-    def plan(
-        self,
-        context: int,
-        *,
-        ready: bool = True,
-        patient: bool = True,
-        searched: SearchedLog | None = None,
-    ) -> Plan | None:
+    def foresees(self, searched: SearchedLog, context: int) -> bool:
+        """Return whether a draft that looks up would find something in this log that is worth a
+        message. Until then the round costs nothing."""
+        if self._now.on_off is None:
+            found = bool(searched.chances(1, 0.0))
+        elif found := searched.recurs:
+            factor = min(1.0, self._calibration.factor)  # the draft offers nothing less likely
+            chances = searched.chances(FORESEEN, LEAST_CHANCE)
+            found = self._pricing.worth_asking(context, [factor * chance for chance in chances])
+        self.begun.spared = not found
+        return found
+
+    def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
         """Return how to draft for the round; None: not at all. `ready`: the draft has prefilled the
-        prompt; `patient`: wait for that if the request requires drafting; `searched`: the log of a
-        draft that looks up, which is asked only if a proposal would pay."""
+        prompt; `patient`: wait for that if the request requires drafting."""
         load, pair, on_off, begun = self._now.load, self._now.pair, self._now.on_off, self.begun
         begun.unready = not ready
         if pair is None or (not ready and not (patient and on_off is None)):
@@ -238,21 +242,10 @@ class Controller:
                 pair.controls += 1
                 self.controls += 1
                 return None
-        if searched is not None and not self._finds(searched, context):
-            begun.spared = True
-            return None
         begun.ordered = True
         era = on_off.era if on_off is not None else 0
         (priced_in, plan), self._priced = self._priced or (-1, None), None
         return plan if plan is not None and priced_in == era else self._price(context, pair, on_off)
-
-    def _finds(self, searched: SearchedLog, context: int) -> bool:
-        """Return whether a draft that looks up would propose something that is worth asking for."""
-        if self._now.on_off is None:
-            return bool(searched.chances(1, 0.0))
-        factor = min(1.0, self._calibration.factor)  # the draft offers nothing less likely
-        chances = searched.chances(FORESEEN, LEAST_CHANCE)
-        return self._pricing.worth_asking(context, [factor * chance for chance in chances])
 
     def _price(self, context: int, pair: Pair, on_off: OnOff | None) -> Plan:
         """Return the plan for drafting in a round by current knowledge."""
@@ -334,11 +327,13 @@ class Controller:
             now.pair.on_off = on_off
         if now.pair is not None and done.drafted is not None:
             self._learn_of_draft(now.pair, done, done.drafted, seconds)
-        if now.pair is not None and on_off is not None and on_off.drafting:
+        if on_off is not None and on_off.drafting and now.pair and not now.pair.looks_up:
             self._priced = on_off.era, self._price(done.context + done.tokens, now.pair, on_off)
 
     def _weigh(self, on_off: OnOff, done: Round, tokens: float, judged_s: float) -> None:
         """Judge whether drafting pays off, by a round at the present load."""
+        if done.begun.spared and on_off.drafting:
+            return  # it cost nothing and is no evidence
         if done.disturbed and self._now.crowd is None:
             if (done.drafted is not None or done.late) and on_off.era == done.begun.era:
                 alone_s = self._pricing.alone_s(done.context)
@@ -385,8 +380,6 @@ class Controller:
             alone_s = pricing.alone_s(done.context)
             crowd.on_off.catching_up(done.tokens, seconds, alone_s, among=load.draft)
             return
-        if done.begun.spared and crowd.on_off.drafting:
-            return  # it cost nothing and is no evidence
         if (expected_s := costs.alone_s(context=done.context, rows=load.target)) <= 0.0:
             return
         if crowd.on_off.drafting:

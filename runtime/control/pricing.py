@@ -36,6 +36,7 @@ LEAST_WAIT_S = 2e-3  # precision of timers and schedulers on a busy machine
 USUAL = 2.0  # a proposal that takes more than this multiple of its usual time cannot pay off
 STEPS = (4, 8, 16, 32)  # rows over which the price of one is averaged: passes get dearer in steps
 MOST_FLOOR = 0.95
+SURPLUS = 1.5  # asking must bring this multiple of its cost, since both are estimates
 
 
 @dataclass
@@ -141,7 +142,7 @@ class Pricing:
         for rows, chance in enumerate(chances, waiting + 1):
             gain += chance
             most = max(most, gain - rate * waiting * (seconds(rows) - seconds(waiting)))
-        return most > rate * now.costs.asking_s
+        return most > SURPLUS * rate * now.costs.asking_s
 
     def _wait_s(self, alone_s: float, pair: Pair, depth: int | None) -> float | None:
         """Return the seconds to wait for a proposal, None if unknown: a round of the target alone,

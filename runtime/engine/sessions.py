@@ -253,6 +253,9 @@ class Sessions:
             return None
         if session.number in running.target.turns.owed:  # this round was requested early
             return controller.plan(session.length, ready=False, patient=False)
+        searched = running.search()
+        if searched is not None and not controller.foresees(searched, session.length):
+            return None
         if session.number in turns.postponed:
             if not self._dispatch.can_draft(running):
                 return controller.plan(session.length, ready=False)
@@ -265,12 +268,7 @@ class Sessions:
         ready = worth_waiting or not turns.busy_with(session.number)
         free = load.alone or draft is running.target or turns.parts or not turns.reading
         began_ns = self._observing.now_ns() if self._observing.fine else 0
-        plan = controller.plan(
-            session.length,
-            ready=ready and free,
-            patient=not running.joining,
-            searched=running.search(),
-        )
+        plan = controller.plan(session.length, ready=ready and free, patient=not running.joining)
         if began_ns:
             self._observing.finely("plan", began_ns, session)
         return plan
