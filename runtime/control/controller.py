@@ -216,17 +216,20 @@ class Controller:
         self.begun = Begun(load, on_off.era, sampled)
         return on_off.drafting
 
-    def foresees(self, searched: SearchedLog, context: int) -> bool:
+    def foresees(self, searched: SearchedLog, context: int, *, later: int = 0) -> bool:
         """Return whether a draft that looks up would find something in this log that is worth a
-        message. Until then the round costs nothing."""
+        message; `later`: behind that many further tokens. Until then a round costs nothing."""
         if self._now.on_off is None:
-            found = bool(searched.chances(1, 0.0))
-        elif found := searched.recurs:
-            factor = min(1.0, self._calibration.factor)  # the draft offers nothing less likely
-            chances = searched.chances(FORESEEN, LEAST_CHANCE)
-            found = self._pricing.worth_asking(context, [factor * chance for chance in chances])
-        self.begun.spared = not found
-        return found
+            return bool(searched.chances(1, 0.0))
+        if not searched.recurs:
+            return False
+        factor = min(1.0, self._calibration.factor)  # the draft offers nothing less likely
+        chances = searched.chances(FORESEEN, LEAST_CHANCE)[later:]
+        return self._pricing.worth_asking(context, [factor * chance for chance in chances])
+
+    def spare(self) -> None:
+        """Note that the draft has nothing for this round."""
+        self.begun.spared = True
 
     def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
         """Return how to draft for the round; None: not at all. `ready`: the draft has prefilled the
@@ -332,7 +335,7 @@ class Controller:
 
     def _weigh(self, on_off: OnOff, done: Round, tokens: float, judged_s: float) -> None:
         """Judge whether drafting pays off, by a round at the present load."""
-        if done.begun.spared and on_off.drafting:
+        if done.begun.spared and self._now.crowd is not None and on_off.drafting:
             return  # it cost nothing and is no evidence
         if done.disturbed and self._now.crowd is None:
             if (done.drafted is not None or done.late) and on_off.era == done.begun.era:
@@ -352,7 +355,8 @@ class Controller:
         if (alone_s := self._now.costs.alone_s(context=done.context, rows=done.other_rows)) <= 0.0:
             return
         words = None
-        if done.drafted is None and not done.late:
+        in_vain = done.begun.spared and on_off.drafting  # its pass waited for the last verdict
+        if done.drafted is None and not done.late and not in_vain:
             before_s = self._pricing.reading_s(done.unread)
             words = on_off.undrafted(
                 seconds,

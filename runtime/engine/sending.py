@@ -303,7 +303,10 @@ class CommandSender:
     def _may_draft(self, running: RunningRequest) -> bool:
         """Return whether a session's next round may be drafted, or a draft may join it."""
         if not running.lacks_draft:
-            return not running.controller.idle
+            controller, searched = running.controller, running.search()
+            if controller.idle or searched is None or not controller.cuts:
+                return not controller.idle
+            return controller.foresees(searched, running.session.length, later=1)
         return running.drafts and any(one.plays("draft") for one in self._registry.workers.values())
 
     def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:

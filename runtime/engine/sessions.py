@@ -255,6 +255,7 @@ class Sessions:
             return controller.plan(session.length, ready=False, patient=False)
         searched = running.search()
         if searched is not None and not controller.foresees(searched, session.length):
+            controller.spare()
             return None
         if session.number in turns.postponed:
             if not self._dispatch.can_draft(running):
