@@ -14,7 +14,7 @@ from benchmarks.context import ours
 from benchmarks.large import write_blocks
 from benchmarks.measure import estimate, ratio
 from benchmarks.models import SHAPES
-from benchmarks.options import Numbers
+from benchmarks.options import Numbers, options
 from benchmarks.verification import Turn, take_rounds
 from dovetail.launch.console.terminal import print_table
 from dovetail.runtime.text.tokenizer import TextCodec
@@ -32,7 +32,7 @@ TYPES = ("fp32", "half", "q8")
 @click.option("--rows", type=Numbers(), default="1,4,8,16", help="Rows of the passes.")
 @click.option("--pairs", default=7, show_default=True, help="Rounds of passes.")
 @click.option("--layers", default=2, show_default=True, help="Layers of a shape.")
-@click.option("--threads", default=2, show_default=True)
+@options("threads", "clock")
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="A text for the logits.")
 @click.option("--tokens", default=600, show_default=True, help="Tokens of it.")
 def cache_command(
@@ -42,6 +42,7 @@ def cache_command(
     pairs: int,
     layers: int,
     threads: int,
+    clock: str,
     text: Path | None,
     tokens: int,
 ) -> None:
@@ -56,7 +57,7 @@ def cache_command(
             file = str(write_blocks(Path(folder) / f"{file}.gguf", shape, 2 * depth))
         if text is not None:
             show_logits(file, text, tokens)
-        show_times(Path(file), depth, rows, pairs, threads)
+        show_times(Path(file), depth, rows, pairs, threads, clock)
 
 
 @torch.inference_mode()
@@ -89,12 +90,14 @@ def show_logits(file: str, text: Path, count: int) -> None:
     print_table(["cache", "bytes a token", *names], table)
 
 
-def show_times(file: Path, depth: int, rows: Sequence[int], pairs: int, threads: int) -> None:
+def show_times(
+    file: Path, depth: int, rows: Sequence[int], pairs: int, threads: int, clock: str
+) -> None:
     """Print milliseconds of passes behind `depth` cached tokens, in turns."""
     sides: dict[str, Side] = {kind: ours(file, depth, threads, kind) for kind in TYPES[1:]}
     half, codes = sides.values()
     with half, codes:
-        turns = [[Turn(side, "verify", count, "wall") for side in (half, codes)] for count in rows]
+        turns = [[Turn(side, "verify", count, clock) for side in (half, codes)] for count in rows]
         found = take_rounds(turns, pairs=pairs, step=lambda _: None)
     table = []
     for count, taken in zip(rows, found, strict=True):
@@ -102,5 +105,5 @@ def show_times(file: Path, depth: int, rows: Sequence[int], pairs: int, threads:
         share = ratio([turn[1] for turn in taken], [turn[0] for turn in taken])
         range_ = f"{share.median:.2f} ({share.low:.2f}-{share.high:.2f})"
         table.append([str(count), *(f"{1e3 * seconds:.1f}" for seconds in each), range_])
-    click.echo(f"{file.name}, passes behind {depth} tokens, {threads} threads")
+    click.echo(f"{file.name}, passes behind {depth} tokens, {threads} thread(s)")
     print_table(["M", "half, ms", "q8, ms", "q8 over half"], table)
