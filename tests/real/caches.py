@@ -14,7 +14,7 @@ from benchmarks.context import ours
 from benchmarks.large import write_blocks
 from benchmarks.measure import estimate, ratio
 from benchmarks.models import SHAPES
-from benchmarks.options import Numbers, options
+from benchmarks.options import Numbers
 from benchmarks.verification import Turn, take_rounds
 from dovetail.launch.console.terminal import print_table
 from dovetail.runtime.text.tokenizer import TextCodec
@@ -32,7 +32,8 @@ TYPES = ("fp32", "half", "q8")
 @click.option("--rows", type=Numbers(), default="1,4,8,16", help="Rows of the passes.")
 @click.option("--pairs", default=7, show_default=True, help="Rounds of passes.")
 @click.option("--layers", default=2, show_default=True, help="Layers of a shape.")
-@options("threads", "clock")
+@click.option("--threads", default=2, show_default=True)
+@click.option("--clock", type=click.Choice(("wall", "processor")), default="wall")
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="A text for the logits.")
 @click.option("--tokens", default=600, show_default=True, help="Tokens of it.")
 def cache_command(

@@ -144,12 +144,12 @@ void blocks() {
 }
 
 // Forty rows of a prompt through a layer whose attention or MLP is another one.
-void through(const char* what, const Layer& l, const States* states = nullptr) {
+void through(const char* what, const Layer& l, const States* states = nullptr, int cache = FP32) {
     const int rows = 40, capacity = 48;
     std::vector<float> hidden = numbers(static_cast<size_t>(rows) * l.hidden), keys(static_cast<size_t>(capacity) * (l.kv_heads + 1) * (l.head_dim + 1)), values(keys.size());
     std::vector<int64_t> positions(rows);
     for (int i = 0; i < rows; i++) positions[i] = i;
-    const Segment segment{0, rows, 0, 0, capacity, 0, keys.data(), values.data(), nullptr, nullptr, 0, 0, nullptr, nullptr, states};
+    const Segment segment{0, rows, 0, 0, capacity, cache, keys.data(), values.data(), nullptr, nullptr, 0, 0, nullptr, nullptr, states};
     const Pass pass{hidden.data(), positions.data(), &segment, rows, 1};
     dt_layer(&l, &pass);
     printf("%s: %016llx\n", what, digest(hidden));
@@ -222,11 +222,11 @@ void latents() {
     Layer l = plain_layer(hidden, weight);
     l.mlp_norm = {}, l.heads = heads, l.kv_heads = 1, l.head_dim = rank + rotary, l.rotary_dim = rotary, l.cosines = cosines.data(), l.sines = sines.data();
     l.qkv = given.matrix, l.output = output.matrix, l.latent = &a;
-    through("latents", l);
+    for (int cache : {FP32, FP16, INT8}) through("latents", l, nullptr, cache);
 }
 
 // Forty rows of a prompt, then a tree of four behind them.
-void layer(int kind, int activation, float softcap, int window) {
+void layer(int kind, int activation, float softcap, int window, int cache = FP32) {
     const int hidden = 48, heads = 4, kv_heads = 2, head_dim = 20, intermediate = 56, capacity = 64, prompt = 40, tree = 4;
     const bool gated = activation != GELU_TANH;
     const Packed qkv(kind, (heads + 2 * kv_heads) * head_dim, hidden), output(kind, hidden, heads * head_dim);
@@ -243,14 +243,14 @@ void layer(int kind, int activation, float softcap, int window) {
     l.qkv = qkv.matrix, l.output = output.matrix, l.gate_up = gate_up.matrix, l.down = down.matrix;
     std::vector<int64_t> positions(prompt + tree);
     for (int i = 0; i < prompt; i++) positions[i] = i;
-    Segment segment{0, prompt, 0, 0, capacity, 0, keys.data(), values.data(), nullptr, nullptr};
+    Segment segment{0, prompt, 0, 0, capacity, cache, keys.data(), values.data(), nullptr, nullptr};
     std::vector<float> rows = numbers(static_cast<size_t>(prompt) * hidden);
     Pass pass{rows.data(), positions.data(), &segment, prompt, 1};
     dt_layer(&l, &pass);
     printf("layer kind %d activation %d softcap %g window %d, prompt: %016llx\n", kind, activation, softcap, window, digest(rows));
     const int32_t offsets[] = {0, 1, 3, 5, 8}, slots[] = {40, 40, 41, 40, 42, 40, 41, 43};
     const int64_t depths[] = {40, 41, 41, 42};
-    segment = {0, tree, prompt, prompt, capacity, 0, keys.data(), values.data(), nullptr, nullptr, 0, 0, offsets, slots, nullptr};
+    segment = {0, tree, prompt, prompt, capacity, cache, keys.data(), values.data(), nullptr, nullptr, 0, 0, offsets, slots, nullptr};
     rows = numbers(static_cast<size_t>(tree) * hidden);
     pass = {rows.data(), depths, &segment, tree, 1};
     dt_layer(&l, &pass);
@@ -298,4 +298,5 @@ int main(int count, char** arguments) {
         layer(kind, GELU_TANH_GATED, 5.0f, 24);
         layer(kind, GELU_TANH, 0.0f, 0);
     }
+    for (int cache : {FP16, INT8}) layer(FP32, SILU_GATED, 0.0f, 24, cache);
 }
