@@ -208,7 +208,8 @@ def _plan(wish: TrainingOptions, target: "TargetParts", peers: "ProcessGroup") -
     number = wish.number or faster_number(pace.device)
     recipe = replace(plan.recipe, **_given(**weights))
     sizes = _given(batch=wish.batch, length=wish.length)
-    return replace(plan, pace=pace, recipe=recipe, number=number, **sizes)
+    alone = plan.alone if wish.begin in ("target", "random") else 0.0
+    return replace(plan, pace=pace, recipe=recipe, number=number, alone=alone, **sizes)
 
 
 def _given(**values: Any) -> dict[str, Any]:

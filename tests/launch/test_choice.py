@@ -14,7 +14,9 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
+from dovetail.launch.planning import choice
 from dovetail.launch.planning.choice import with_choices
+from dovetail.launch.planning.designs import Design, head_size
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.models import DEMO_FOLDER, blocks_in_words
 from dovetail.protocol.errors import SettingsError
@@ -87,6 +89,28 @@ def test_of_several_drafts_the_planner_chooses(target: Path) -> None:
     found, said = chosen(target)
     assert Path(found.settings.draft.model).parent == target.parent
     assert "tokens/s are expected" in said[1]
+
+
+def test_a_head_that_comes_with_dovetail_is_found_for_its_target(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the digest of its target or by the shape. Its gain is what its training measured, its pass
+    that of its own vocabulary."""
+    head = Path(shutil.copytree(DEMO_FOLDER / "heads" / "eagle", tmp_path / "box/heads/public"))
+    monkeypatch.setattr("dovetail.launch.settings.models.DEMO_FOLDER", tmp_path / "box")
+    found, said = chosen(target)
+    assert found.settings.draft.model == str(head)
+    assert "head public of 1 block, trained for this very file): about" in said[1]
+    (candidate,) = choice.drafts_there(configure(model=str(target), environment={}), target)
+    assert "simulated when it was trained" in candidate.acceptance.origin
+    config = json.loads((head / "config.json").read_text())
+    reduced = {"draft_vocab_size": 512, "quantization_config": {"quant_method": "any"}}
+    assert head_size(Design(config | reduced), 1).pass_bytes < candidate.size.pass_bytes / 3
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config))
+    assert "trained for a model of this shape): about" in chosen(target)[1][1]
+    (target / "config.json").write_text(json.dumps(config | {"vocab_size": 5000}))
+    assert [*choice.drafts_there(configure(model=str(target), environment={}), target)] == []
 
 
 def test_a_draft_in_the_cache_of_the_hub_is_found(target: Path, tmp_path: Path) -> None:
