@@ -76,14 +76,14 @@ def cache_folder() -> Path:
 
 
 def check_home(folder: Path) -> None:
-    """`OSError` for the cache folder of a user without a home."""
+    """Raise `OSError` for the cache folder of a user without a home."""
     if not folder.is_absolute():
         text = "this user has no home, and XDG_CACHE_HOME names no folder"
         raise FileNotFoundError(errno.ENOENT, text)
 
 
 def write_kept(path: Path, content: bytes, most: int) -> None:
-    """Write a file of a cache atomically, and keep the `most` newest of its folder; `OSError`."""
+    """Write a cache file atomically and keep the `most` newest of its folder. Raises `OSError`."""
     check_home(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -94,16 +94,16 @@ def write_kept(path: Path, content: bytes, most: int) -> None:
 
 
 def keep_sealed(path: Path, key: str, text: str, most: int) -> None:
-    """Write a text that belongs to a key to a file of a cache, as `write_kept` does."""
+    """Write a text to a cache file as `write_kept` does, sealed with its key."""
     write_kept(path, f"{_seal(key, text)}\n{text}".encode(), most)
 
 
 def read_sealed(path: Path, key: str) -> str:
-    """Return the text that was kept under a key; `OSError`, or `ValueError` if the file is not what
-    was written for it."""
+    """Return the text that was saved under a key. Raises `OSError`, and `ValueError` if the file is
+    damaged or belongs to another key."""
     seal, _, text = path.read_text(encoding="utf-8").partition("\n")
     if seal != _seal(key, text):
-        raise ValueError("it is not what was written")
+        raise ValueError("it is damaged or belongs to another key")
     return text
 
 

@@ -1,33 +1,33 @@
-"""A look-up in a log of tokens: the earlier occurrences of its last tokens, and how likely what
-followed them follows again. A draft of this kind proposes by it, and the coordinator finds out by
-it, without a message, whether such a draft would propose anything. Pure.
+"""A look-up in a log of tokens: the earlier occurrences of its last tokens, and how likely their
+continuations are to follow again. A look-up draft proposes from it, and the coordinator uses it to
+predict, without a message, whether such a draft would propose anything. Pure.
 
 Prompt lookup (Saxena, "Prompt lookup decoding", 2023) proposes one continuation; here all earlier
 occurrences vote. One that matches in m tokens gives the next token a vote of ODDS[m]; all unseen
-tokens together weigh 1. So a token's probability is the sum of its votes over 1 + all votes. One
-level deeper, the occurrences that agree have matched one more token, and the others have no vote.
+tokens together weigh 1. So a token's probability is the sum of its votes over 1 + all votes. At
+the next level, the occurrences that agree have matched one more token, and the others do not vote.
 An occurrence that reaches the end of the log continues with its own proposal."""
 
 from collections.abc import Sequence
 
 SIZES = (4, 3, 2, 1)
-"""Lengths of the n-grams that are searched for; longer matches are found by comparing backwards."""
+"""Lengths of the n-grams to search for; longer matches are found by comparing backwards."""
 OCCURRENCES = 24
-"""At most this many earlier occurrences vote: those of the longest n-grams first, of these the
-newest."""
+"""At most this many earlier occurrences vote: those of the longest n-grams first, and among these
+the newest."""
 ODDS = (0.0, 0.14, 0.75, 0.75, 1.0, 2.0, 2.0, 2.0, 10.0)
-"""Odds by the length of the match, the last for all longer ones. Fitted by maximum likelihood
-(rounded) to 11,300 tokens of replies of the embedded target, to the shipped prompts and 72 of other
-kinds, at temperature 0 and 1. Where the last token had occurred before, 5,200 times, the cost is
-1.0 bit a token."""
-CHARACTERS = 0x110000  # tokens that differ by this have one character: a wrong vote, no more
+"""Odds by the length of the match, the last for all longer ones. Fitted by maximum likelihood, and
+rounded, to 11,300 tokens of the embedded target's replies to the shipped prompts and 72 others, at
+temperatures 0 and 1. The loss is 1.0 bit per token over the 5,200 tokens whose predecessor had
+occurred before."""
+CHARACTERS = 0x110000  # tokens that differ by this share a character: at worst a wrong vote
 
 Matches = Sequence[tuple[int, int]]
 """(position after an occurrence, tokens that match before it) of each occurrence."""
 
 
 class SearchedLog:
-    """A log and its tokens as characters of a text, in which the interpreter searches fast."""
+    """A log and the same tokens as characters of a string, which Python searches fast."""
 
     def __init__(self, log: list[int]) -> None:
         """`log` may grow at its end."""
@@ -35,7 +35,7 @@ class SearchedLog:
 
     @property
     def recurs(self) -> bool:
-        """Whether the last two tokens have occurred before; a single one says little."""
+        """Whether the last two tokens have occurred before; a single one means little."""
         text = self._caught_up()
         return text.rfind(text[-2:], 0, len(text) - 1) >= 0
 
@@ -67,7 +67,7 @@ class SearchedLog:
         self, matches: Matches, path: Sequence[int] = ()
     ) -> tuple[dict[int, float], dict[int, list[tuple[int, int]]]]:
         """Return the votes for each token that followed these occurrences, and the occurrences that
-        agree, whose matches are one longer. `path`: tokens assumed after the log."""
+        agree on it, whose matches are one longer. `path`: tokens assumed after the log."""
         votes: dict[int, float] = {}
         agreeing: dict[int, list[tuple[int, int]]] = {}
         log, length, longest = self.log, len(self.log), len(ODDS) - 1

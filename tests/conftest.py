@@ -68,7 +68,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = str(own / "cache")
     (own / "cache").mkdir()
 
-# what one test's draft was found to bring is not known to the next test
+# what one test learns about its draft must not reach the next test
 os.environ.setdefault("DOVETAIL_COORDINATOR__REMEMBER", "false")
 
 # Without bytecode on disk each of hundreds of processes would compile dovetail's sources anew, and

@@ -1,5 +1,5 @@
-"""A look-up whose processes are real: it gets a message where the text before has something for it,
-and none where it has not."""
+"""A look-up draft in real processes: it gets a message only if the earlier text has a match for
+it."""
 
 from dovetail.protocol.lookup import SearchedLog
 from dovetail.protocol.messages import Finished, Recorded

@@ -44,7 +44,7 @@ that of the embedded target (`dovetail selftest`: 0.032 and 0.082)."""
 
 
 ROUNDED_CACHE = {"half": 0.01, "q8": 0.05}
-"""Largest accepted mean difference if only keys and values are rounded, by their type."""
+"""Largest accepted mean difference if only keys and values are rounded, by cache type."""
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         "--features",
         multiple=True,
         type=FOLDER,
-        help="The target's states, written by `dovetail features`, instead of --data; can be "
-        "repeated.",
+        help="Target states written by `dovetail features`, instead of --data; can be repeated.",
     ),
     click.option(
         "--target",
@@ -129,14 +128,14 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         "--begin",
         default="target",
         help="Initial weights: target (its last layers if they fit), random, or the folder of a "
-        "trained head, which then learns more.",
+        "trained head to continue from.",
     ),
     rare(
         "--store",
         type=click.Choice(["fp16", "int8"]),
         default="fp16",
-        help="Type of the head's matrices in its folder; int8 takes half, and is drafted with in "
-        "8 bits.",
+        help="Type in which the head's matrices are saved; int8 halves the folder, and the "
+        "head drafts in 8 bits.",
     ),
     rare("--threads", type=COUNT, help="CPU threads.  [default: torch's]"),
 )

@@ -161,7 +161,7 @@ class Published:
 
     tokens: float
     tree: Tree
-    where: str  # with the text, at temperature 0
+    where: str  # the source, with its texts and temperature
     decay: float = 0.4
     """Fitted to EAGLE-2's 3.95 with 15 and 4.49 with 59 nodes (Dovetail paper, Tables 3 and 6)."""
 
@@ -192,8 +192,8 @@ def published(kind: str, blocks: int = 1) -> Published:
 
 
 def trained(folder: Path) -> Published | None:
-    """Return what a head's chains gained at the end of its training, by the record in its folder;
-    None without one."""
+    """Return the acceptance length of a head's chains at the end of its training, from the record
+    in its folder; None without one."""
     try:
         last = json.loads((folder / "training.json").read_bytes())["checks"][-1]
         tokens, depth = float(last["length"]), len(last["at"])

@@ -130,7 +130,7 @@ def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list
 
 
 def _why_boxed(head: Path, target: Path) -> str:
-    """Return why a head that comes with dovetail is one for a target."""
+    """Return why a head that comes with dovetail fits a target."""
     from dovetail.workers.models.checkpoints.checkpoint import open_weights  # imports torch
 
     made_for = read_json(head / "config.json").get("dovetail", {}).get("trained_for")

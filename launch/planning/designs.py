@@ -94,8 +94,8 @@ def _stores_16_bits(folder: Path, tensors: Sequence[Tensor]) -> bool:
 
 
 def loss_of(weights: str, activations: str, cache: str) -> str:
-    """Return in words the loss with weights and keys and values of a type; empty if it was not
-    measured. The loss of half keys is named only for weights that change nothing."""
+    """Describe the loss of these weights, activations and cache; empty if it was not measured. The
+    loss of a half cache is mentioned only for lossless weights."""
     exact = (weights, activations) == (FILE, "fp32")
     loss = EXACT if exact else LOSSES.get(weights, "")
     named = loss and (exact or weights in ("fp32", "half") or cache == "q8")
@@ -344,8 +344,8 @@ def small_size(own: Design) -> DraftSize:
 
 
 def head_size(own: Design, blocks: int) -> DraftSize:
-    """A head of this many blocks in 16 bits, or in 8 if its config.json says so, with an output
-    head of its own vocabulary."""
+    """A head of this many blocks in 16 bits, or in 8 if it is quantized according to config.json,
+    with an output head over its own vocabulary."""
     vocabulary = own.config.get("draft_vocab_size") or own.vocabulary
     own = replace(own, config={**own.config, "vocab_size": vocabulary})
     each = 1 if own.config.get("quantization_config") else HALF

@@ -104,7 +104,7 @@ class Subject:
     def machine(self) -> Machine:
         known = () if self.here is None else (self.here.calibration, self.here.parts)
         found = Machine.of(self.hardware, self.target, self.design.width(self.weights), *known)
-        on_cpu = self._settings_of_target.cache == "q8"  # which a device does not compute with
+        on_cpu = self._settings_of_target.cache == "q8"  # which no GPU supports
         return replace(found, device=None, link=None) if on_cpu else found
 
     @property

@@ -42,7 +42,7 @@ def head_folder(kind: str) -> Path:
 
 
 def boxed_heads() -> list[Path]:
-    """Return the folders of the heads of public models that come with dovetail."""
+    """Return the folders of the heads for public models that come with dovetail."""
     folders = sorted((DEMO_FOLDER / "heads").iterdir())
     return [folder for folder in folders if folder.name not in HEAD_KINDS]
 

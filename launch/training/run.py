@@ -172,8 +172,8 @@ def _features(wish: TrainingOptions) -> "tuple[Features, str]":
 
 
 def weights_of(target: str, device: str = "cpu") -> str:
-    """Return the weights with which a target is computed by default: a GGUF file's blocks, as when
-    it is served, else fp32."""
+    """Return the default type of a target's weights: the blocks of a GGUF file, as when it is
+    served, else fp32."""
     settings = TargetSettings(model=str(find_folder(target)))
     return FILE if device == "cpu" and keeps_blocks(settings) else "fp32"
 

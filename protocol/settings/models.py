@@ -78,7 +78,7 @@ class SplitSettings(Frozen):
         "its own memory",
     )
     parts: Literal["layer", "mixer"] = Field(
-        "layer", description="the former name of experts_on_cpu, for one more release: mixer"
+        "layer", description="deprecated, for one more release: mixer sets experts_on_cpu"
     )
 
     @property

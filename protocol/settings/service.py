@@ -70,8 +70,8 @@ class CoordinatorSettings(Frozen):
     )
     remember: bool = Field(
         True,
-        description="keep in the cache folder what drafts cost and bring, so that the next service "
-        "with these models and workers begins with it",
+        description="save in the cache folder what drafting costs and gains, so that the next run "
+        "with these models and workers starts from it",
     )
     recovery_s: Annotated[float, Field(ge=0.0, le=86400.0)] | Literal["auto"] = Field(
         "auto",

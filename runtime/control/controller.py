@@ -21,8 +21,8 @@ CONTROLS = (0, 8, 32)
 EMPTY = 4  # consecutive empty proposals after which the draft's statistics are doubted
 RESTING = 16  # rounds without a command after that, if other sessions wait for the draft
 FORESEEN, LEAST_CHANCE = 8, 0.05
-"""Tokens of a look-up's continuation that are weighed before it is asked, and the least probability
-of one that counts."""
+"""Tokens of a look-up's continuation to consider before asking the draft, and the lowest
+probability that counts."""
 STALE = 0.95
 """Ratio of a head's tau with growth ahead to that without, since it continues from its own guesses:
 0.92 to 1.00 with the embedded Dovetail head at T = 0. Scores do not show it."""
@@ -217,8 +217,8 @@ class Controller:
         return on_off.drafting
 
     def foresees(self, searched: SearchedLog, context: int, *, later: int = 0) -> bool:
-        """Return whether a draft that looks up would find something in this log that is worth a
-        message; `later`: behind that many further tokens. Until then a round costs nothing."""
+        """Return whether a look-up draft would find something in this log that is worth a message;
+        `later`: after that many further tokens. If not, the draft costs the round nothing."""
         if self._now.on_off is None:
             return bool(searched.chances(1, 0.0))
         if not searched.recurs:

@@ -1,6 +1,6 @@
-"""What a pair has learned, in a form that outlives its service: the costs of passes and messages,
-the yield of rounds, and whether drafting pays at each load. It is the state of the pair itself;
-what is recalled counts as little as a few new rounds. Pure."""
+"""What a pair has learned, in a form that can be saved: the costs of passes and messages, the yield
+of rounds, and whether drafting pays at each load. It is the state of the pair itself; recalled
+values weigh no more than a few new rounds. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from dovetail.runtime.control.on_off import Crowd, Experience, OnOff
 from dovetail.runtime.control.pairs import AheadTrial, Pair
 from dovetail.runtime.costs.rounds import Average
 
-WEIGHT = 8  # values that a recalled mean counts as, at most
+WEIGHT = 8  # a recalled mean counts as at most this many values
 
 
 def record_of(pair: Pair) -> dict[str, Any]:
-    """Return what a pair has learned, in types of JSON."""
+    """Return what a pair has learned, as JSON types."""
     costs = pair.costs
     return {
         "passes": [costs.target.record(), costs.draft.record()],
@@ -31,7 +31,7 @@ def record_of(pair: Pair) -> dict[str, Any]:
 
 
 def recall(pair: Pair, record: Mapping[str, Any]) -> None:
-    """Let a new pair begin with what such a pair had learned."""
+    """Initialize a new pair with what an earlier one had learned."""
     costs, means = pair.costs, _means(pair)
     for passes, kept in zip((costs.target, costs.draft), record["passes"], strict=True):
         passes.recall(kept)

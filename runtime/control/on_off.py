@@ -108,7 +108,7 @@ class OnOff:
 
     def __init__(self, experience: Experience, *, many: bool = False) -> None:
         """`many`: for rounds of concurrent sessions; it begins without drafting, unless drafting
-        has paid off in an earlier service."""
+        paid off in an earlier run."""
         self._experience, self._many = experience, many
         untried = many and not experience.granted
         self.state: Literal["on", "off", "try"] = "off" if experience.losing or untried else "on"
@@ -156,13 +156,13 @@ class OnOff:
         return self._experience.token_s
 
     def record(self) -> dict[str, Any]:
-        """Return the experience, for a later service."""
+        """Return the experience, for a later run."""
         losing = "on" not in (self.state, self._paused)
         return {**asdict(self._experience), "losing": losing}
 
     def begin(self) -> None:
-        """Begin a session at this load: forget failed tests, but not their budget, and forgive it
-        no more than others at its beginning."""
+        """Begin a session at this load: forget failed tests, but not their budget. While drafting
+        is on, a new session may lose no more than the first one."""
         self._failed = 0
         if self.state == "on" and not self._many:
             self._rounds = 0.0

@@ -92,8 +92,8 @@ class Pair:
     )
     """What sessions that run alone have learned, by whether they are greedy."""
     alone: dict[bool, OnOff] = field(init=False)
-    """The decision for them, which outlives each: short replies would never learn that they lose.
-    """
+    """The decision for them, kept from session to session: a short reply alone never learns that
+    drafting loses."""
     crowds: dict[tuple[bool, tuple[int, int]], Crowd] = field(default_factory=dict)
     """Experience of concurrent sessions, by greediness and level of load."""
     trial: AheadTrial = field(default_factory=AheadTrial)

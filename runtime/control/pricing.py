@@ -36,7 +36,7 @@ LEAST_WAIT_S = 2e-3  # precision of timers and schedulers on a busy machine
 USUAL = 2.0  # a proposal that takes more than this multiple of its usual time cannot pay off
 STEPS = (4, 8, 16, 32)  # rows over which the price of one is averaged: passes get dearer in steps
 MOST_FLOOR = 0.95
-SURPLUS = 1.5  # asking must bring this multiple of its cost, since both are estimates
+SURPLUS = 1.5  # asking must gain this multiple of its cost, since both are estimates
 
 
 @dataclass
@@ -134,8 +134,8 @@ class Pricing:
         )
 
     def worth_asking(self, context: int, chances: Sequence[float]) -> bool:
-        """Return whether nodes with these probabilities of acceptance, in a chain, are worth their
-        rows and the messages; all sessions of the pass wait for both."""
+        """Return whether a chain of nodes with these acceptance probabilities is worth its rows and
+        messages; all sessions of the pass wait for both."""
         now, waiting = self._now, self._now.load.target
         rate, seconds = self.rate(context), now.costs.target.up_to(waiting + len(chances), context)
         gain = most = 0.0

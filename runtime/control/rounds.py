@@ -75,7 +75,7 @@ class Begun:
     sampled: bool = True  # True if the controller learns from it
     unready: bool = False  # True if only the draft's missing prefill prevented drafting
     ordered: bool = False  # True if a proposal was requested
-    spared: bool = False  # True if none was, since the draft would find nothing
+    spared: bool = False  # True if none was requested, since the draft would find nothing
     deciding: bool = False  # True if learning from it may turn drafting on or off
     nodes: float = 0.0  # expected accepted nodes
     expected: tuple[float, float] | None = None  # expected tokens and seconds; None: not known

@@ -126,7 +126,7 @@ class PassCurves:
 
 EXACT_ROWS = 32  # smaller numbers of rows are stored separately
 KEPT = 16  # stored passes of each number of rows
-RECALLED = 4  # of these, the most that an earlier worker has left
+RECALLED = 4  # of these, at most this many come from an earlier worker
 FEW = 8  # with fewer passes than this only the median counts
 TRUST = 2.0  # passes of a number of rows that weigh as much as neighbours and profile together
 HOPE = 0.5  # without a profile, the share of a rise assigned to the rows in between
@@ -349,7 +349,7 @@ class RowCosts:
         return [(rows, *alike.middle(), len(alike.last)) for rows, alike in passes]
 
     def recall(self, record: Iterable[Sequence[float]]) -> None:
-        """Begin with the passes of an earlier worker, unless there have been passes."""
+        """Start from the passes of an earlier worker, unless there have been new ones."""
         for rows, seconds, context, experts, count in () if self._passes else [*record]:
             alike = self._passes[int(rows)] = _Passes()
             for _ in range(min(int(count), RECALLED)):

@@ -110,8 +110,8 @@ class PairCosts:
     """From Verify to Verified, without the pass."""
     host_s: Average = field(default_factory=Average)  # the coordinator's own, per round
     undrafted_host_s: Average = field(default_factory=Average)
-    """Seconds of a round without a draft apart from the pass and `target_hop_s`; negative if the
-    passes follow each other without waiting."""
+    """Seconds of a round without a draft apart from the pass and `target_hop_s`; negative if
+    passes run back to back."""
 
     @property
     def order_s(self) -> float:
@@ -120,7 +120,7 @@ class PairCosts:
 
     @property
     def asking_s(self) -> float:
-        """Return the seconds that a round takes longer because its draft is asked; 0: unknown."""
+        """Return the seconds that asking its draft adds to a round; 0: unknown."""
         host_s = self.beside_s(drafted=True) - self.beside_s(drafted=False)
         return self.order_s + max(0.0, host_s)
 

@@ -185,7 +185,7 @@ class Claims:
             self._waiting.remove(claim)
             known = claim.submit.told.fingerprint or (entry.fingerprint if entry else "")
             begun = claim.submit.told.tokens or (entry is not None and entry.tokens)
-            wanted = f" of {known or 'the unknown fingerprint of its tokens'}" if begun else ""
+            wanted = f" with {known or 'the (unknown) fingerprint of its tokens'}" if begun else ""
             text = f"within {most_s:.3g} s of the coordinator's start no target{wanted} registered"
             yield (
                 claim,

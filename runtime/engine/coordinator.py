@@ -369,7 +369,7 @@ class Coordinator:
             self._conclude()
 
     def end(self) -> None:
-        """Cancel whatever still runs, keep what was learned, and dismiss the workers."""
+        """Cancel whatever still runs, save what was learned, and dismiss the workers."""
         self.service.ending = True
         aside(self._placement.keep)
         for running in list(self._running.values()):

@@ -146,7 +146,7 @@ class Outgoing:
 
     def reaches(self, peer: bytes, message: Message) -> bool:
         """Send a message to a peer that may not be registered; return whether the peer is still
-        connected, also if its queue is full and the message is lost."""
+        connected, even if its queue is full and the message is lost."""
         try:
             self._hub.send(peer, encode(message))
         except PeerBusy:

@@ -139,7 +139,7 @@ class RunningRequest:
     """Rows of the awaited pass without the session's own nodes: the pass without a draft."""
     drafts: bool = False  # True if there may be drafts for the request
     searched: SearchedLog | None = None
-    """Its log as a draft that looks up searches it, from its first round with one."""
+    """Its log in the form that a look-up draft searches, from its first round with one."""
     asked_ns: int = 0  # when a proposal was last requested
     joining: bool = False  # True if its draft joined while it was running and is not ready yet
     draft_failure: DraftFailure | None = None  # its draft's first failure
@@ -160,7 +160,7 @@ class RunningRequest:
     _reading: bool = False  # True if one of them was prefilling then
 
     def search(self) -> SearchedLog | None:
-        """Return its log up to now, if its draft looks up."""
+        """Return its log up to now if it has a look-up draft, else None."""
         if self.draft is None or not self.draft.hello.looks_up:
             return None
         session = self.session

@@ -35,7 +35,7 @@ from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
 """A pass waits at most 1.5 times the expected drafting time plus 0.2 ms."""
-LATE = 0.25  # an overdue proposal is expected to take another such share of its elapsed time
+LATE = 0.25  # an overdue proposal is expected to take this share of its elapsed time longer
 BURST_S = 0.02  # requests within this time are treated as a burst
 
 log = logging.getLogger("dovetail.coordinator")
@@ -146,8 +146,8 @@ class CommandSender:
 
     def can_draft(self, running: RunningRequest) -> bool:
         """Return whether a session is drafted for while drafting is on. If the draft has not
-        prefilled its prompt, it is not when drafting would stop with all opening sessions running,
-        or when the rest of the reply is too short to pay for the prefill."""
+        prefilled its prompt, it is not if drafting would stop once all opening sessions run, or if
+        the rest of the reply is too short to pay for the prefill."""
         if running.draft is None or running.session.number not in running.draft.turns.postponed:
             return True
         begins = running.session.round <= 1
@@ -162,8 +162,8 @@ class CommandSender:
             self.next(running.draft)
 
     def _close(self, running: RunningRequest, worker: Worker, role: str, command: Close) -> None:
-        """Close a session on a worker, which may keep its rows; others may then have to be
-        dropped."""
+        """Close a session on a worker, which may keep its rows and have to drop those of
+        others."""
         gone = None
         if (
             command.keep
@@ -288,9 +288,9 @@ class CommandSender:
                 self._acts.broken(running, error)
 
     def _verify_early(self, running: RunningRequest, worker: Worker) -> None:
-        """Send the verification of a lone session's next round as well, if it will be undrafted and
-        is needed: the target then does not wait between two passes. If the reply ends sooner, that
-        pass is in vain; a target that cannot undo its row to reuse the session waits."""
+        """Also send the verification of a lone session's next round, if that round is needed and
+        has no draft, so that the target does not wait between passes. If the reply ends sooner, the
+        pass is wasted; a target that could not undo its row to reuse the session has to wait."""
         undone = worker.limits.shares or not worker.limits.kept
         if not undone or worker.turns.waiting or running.session.room < 2:
             return

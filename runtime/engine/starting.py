@@ -192,7 +192,7 @@ class Starting:
                 self._acts.unanswered(next_one[0].client, next_one[0].submit.request, error)
 
     def _next(self) -> tuple[WaitingRequest, Worker] | None:
-        """Take the next request that may begin from the queue, with its target."""
+        """Take from the queue the next request that may begin, and choose its target."""
         places: dict[WaitingRequest, Worker] = {}
         self._short = False
 

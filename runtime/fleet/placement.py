@@ -154,7 +154,7 @@ class Placement:
         return self._pairs[key], self._pairs[key].costs
 
     def keep(self, *leaving: Worker) -> None:
-        """Save what pairs of the registered workers, and of these, have learned."""
+        """Save what the pairs of registered workers, and of `leaving` ones, have learned."""
         if self._records is None:
             return
         workers = {**self._registry.workers, **{worker.peer: worker for worker in leaving}}

@@ -1,5 +1,5 @@
 """What pairs of a draft and a target have learned, in the user's cache: a file for each pair of
-models, machines and settings, written atomically. One that cannot be read is made again."""
+models, machines and settings, written atomically. A file that cannot be read is replaced."""
 
 import hashlib
 import json
@@ -15,13 +15,13 @@ from dovetail.protocol.profile import machine_key
 
 log = logging.getLogger("dovetail.coordinator")
 
-FORMAT = 1  # raised when a record of another release must not be read
+FORMAT = 1  # raised when records of earlier releases must not be read
 FOLDER = "pairs"
 MOST_KEPT = 256
 
 
 class PairRecords:
-    """The records in one folder; another user's, or a read-only one, is reported once."""
+    """The records in one folder; if it cannot be written, that is reported once."""
 
     def __init__(self, cache: Path) -> None:
         self._folder, self._here = cache / FOLDER, (machine_key(), socket.gethostname())
@@ -35,7 +35,7 @@ class PairRecords:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            text = "%s cannot be read (%s): what drafts cost and bring is learned again"
+            text = "%s cannot be read (%s): what drafting gains is learned again"
             log.warning(text, self._file(key), error)
             return None
         return record
@@ -47,9 +47,7 @@ class PairRecords:
             keep_sealed(self._file(key), key, json.dumps(record), MOST_KEPT)
         except OSError as error:
             if not self._refused:
-                text = (
-                    "what drafts cost and bring cannot be saved in %s (%s): every start learns it"
-                )
+                text = "what drafting gains cannot be saved in %s (%s): every start learns it again"
                 log.warning(text, self._folder, error.strerror or error)
             self._refused = True
 

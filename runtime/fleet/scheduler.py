@@ -140,7 +140,7 @@ class Turns:
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
     early: dict[int, Owed] = field(default_factory=dict)
-    """By session: the answers to verifications that were sent before the last verdict arrived."""
+    """By session: the answers owed to verifications sent before the last verdict arrived."""
     postponed: dict[int, list[Open | Feed]] = field(default_factory=dict)
     """By session: prompts whose prefill is deferred."""
     void: set[int] = field(default_factory=set)
@@ -215,7 +215,7 @@ class Turns:
         self._reading.pop(session, None)
         wanted = session not in self.void
         if (early := self.early.pop(session, None)) is not None:
-            self.owed[session] = early  # unwanted, too, if this one is
+            self.owed[session] = early  # also unwanted if this one is
         else:
             self.void.discard(session)
         return wanted

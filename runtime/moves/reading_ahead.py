@@ -14,7 +14,7 @@ from dovetail.runtime.moves.moving import Moving
 MOST_LAG = 8
 """The most tokens for whose prefill a moving session may pause: about two passes."""
 GAINS = 0.9
-"""A log is prefilled again while the new tokens are at most this share of those prefilled last."""
+"""A log is prefilled again as long as the new tokens are at most this share of the last prefill."""
 
 
 @dataclass(eq=False)

@@ -110,8 +110,8 @@ class Change:
     longest_pause_ns: int = 0
     ends: dict[TrialName, Finished] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
-    """Sessions of the old worker; `asked`: those that must leave, and when they were last asked to,
-    `gone`: those that did."""
+    """Sessions of the old worker. `asked`: those that must leave, with the time of the last request
+    to do so; `gone`: those that left."""
     asked: dict[int, int] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     waits: bool = False  # True once it was reported that sessions end where they are
@@ -479,7 +479,7 @@ class Changes:
             return "held"
         if running.target is not change.old or running.loss is not None:
             opens = running.session.state in (State.WAITING, State.OPENING)
-            # until the next token, with which the pause of its client ends
+            # until the next token, which ends the pause for its client
             moves = (running.told_ns or 0) < change.asked.get(running.session.number, 0)
             return "coming" if opens or moves else "over"
         begun = running.session.state in (State.DRAFTING, State.VERIFYING)

@@ -448,7 +448,7 @@ class Session(SessionState):
         return [Ask("target", self._verification(tree, drawn, hold=self._hold))]
 
     def verify_early(self) -> list[Ask]:
-        """Request the verification of the next round, which is undrafted, as the current one is."""
+        """Request the verification of the next round, which has no draft, like the current one."""
         return [Ask("target", self._verification(NO_TREE, hold=self._reads_target, later=1))]
 
     @property

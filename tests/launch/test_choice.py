@@ -94,8 +94,8 @@ def test_of_several_drafts_the_planner_chooses(target: Path) -> None:
 def test_a_head_that_comes_with_dovetail_is_found_for_its_target(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the digest of its target or by the shape. Its gain is what its training measured, its pass
-    that of its own vocabulary."""
+    """By the digest of its target or by the shape. The expected gain is the one measured in its
+    training, and the cost of its pass that of its own vocabulary."""
     head = Path(shutil.copytree(DEMO_FOLDER / "heads" / "eagle", tmp_path / "box/heads/public"))
     monkeypatch.setattr("dovetail.launch.settings.models.DEMO_FOLDER", tmp_path / "box")
     found, said = chosen(target)

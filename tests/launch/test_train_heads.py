@@ -298,7 +298,7 @@ def test_a_head_begins_with_the_targets_last_layers() -> None:
 
 @torch.no_grad()
 def test_norms_that_are_stored_less_one_or_elsewhere_are_not_mistaken(tmp_path: Path) -> None:
-    """Gemma's: a head's output norm begins as the target computes it, and no layer is copied."""
+    """As in Gemma: a head's output norm begins as the target computes it; no layer is copied."""
     assert write_tiny("gemma3_text", tmp_path)
     target = read_target(str(tmp_path))
     head = new_head(shape_for("eagle3", target, context=64), seed=0)

@@ -3,9 +3,9 @@
     python tests/measures/between_passes.py SETTING=VALUE...
 
 Real processes with these settings, such as target.model=FILE draft.kind=none, decode the shipped
-prompts one after the other. Printed are the rates, and microseconds a round at some percentiles:
-`between` is everything but passes and drafting. With a request ahead of time a pass begins before
-the last verdict has reached the coordinator, so that it can be 0.
+prompts one after the other. It prints the rates, and microseconds per round at some percentiles:
+`between` is everything except passes and drafting. It can be 0, since a pass that was requested
+early begins before the last verdict has reached the coordinator.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The command `cache`: keys and values in 8 bits beside those in 16, on one model."""
+"""The command `cache`: compares 8-bit with 16-bit keys and values on one model."""
 
 import tempfile
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ TYPES = ("fp32", "half", "q8")
 @click.option("--layers", default=2, show_default=True, help="Layers of a shape.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--clock", type=click.Choice(("wall", "processor")), default="wall")
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="A text for the logits.")
-@click.option("--tokens", default=600, show_default=True, help="Tokens of it.")
+@click.option("--text", type=click.Path(exists=True, path_type=Path), help="Text for the logits.")
+@click.option("--tokens", default=600, show_default=True, help="Tokens of the text.")
 def cache_command(
     file: str,
     depth: int,
@@ -49,8 +49,8 @@ def cache_command(
 ) -> None:
     """Compare keys and values in q8 with half on FILE: memory, logits over a text, T_V at a depth.
 
-    FILE is a GGUF file, or a shape of random weights, such as 7b, with the memory and times alone.
-    Behind the first 1,024 cached tokens follow copies of them; the rows of a pass form a tree.
+    FILE is a GGUF file, or a shape with random weights, such as 7b, for which only times are shown.
+    Cached tokens after the first 1,024 are copies of these; the rows of a pass form a tree.
     """
     with tempfile.TemporaryDirectory(prefix="dovetail-real-") as folder:
         if file in SHAPES:
@@ -63,7 +63,7 @@ def cache_command(
 
 @torch.inference_mode()
 def show_logits(file: str, text: Path, count: int) -> None:
-    """Print how far logits over each type are from those over half, and the bytes of a token."""
+    """Print how far logits with each type are from those with half, and the bytes per token."""
     codec = TextCodec(*read_tokenizer(find_folder(file)))
     tokens = codec.encode(text.read_text(encoding="utf-8"))[:count]
     found: dict[str, tuple[Tensor, int]] = {}
@@ -86,7 +86,7 @@ def show_logits(file: str, text: Path, count: int) -> None:
         same = (logits.argmax(1) == exact.argmax(1)).double().mean()
         figures = (moved.abs().max(), share, kl.mean(), kl.max())
         table.append([kind, str(size), *(f"{x:.2g}" for x in figures), f"{100 * same:.1f} %"])
-    click.echo(f"{Path(file).name}, {len(tokens)} tokens, beside half")
+    click.echo(f"{Path(file).name}, {len(tokens)} tokens, compared with half")
     names = ("largest change", "relative", "KL, nats", "largest", "same first choice")
     print_table(["cache", "bytes a token", *names], table)
 
@@ -94,7 +94,7 @@ def show_logits(file: str, text: Path, count: int) -> None:
 def show_times(
     file: Path, depth: int, rows: Sequence[int], pairs: int, threads: int, clock: str
 ) -> None:
-    """Print milliseconds of passes behind `depth` cached tokens, in turns."""
+    """Print milliseconds of alternating passes after `depth` cached tokens."""
     sides: dict[str, Side] = {kind: ours(file, depth, threads, kind) for kind in TYPES[1:]}
     half, codes = sides.values()
     with half, codes:
@@ -106,5 +106,5 @@ def show_times(
         share = ratio([turn[1] for turn in taken], [turn[0] for turn in taken])
         range_ = f"{share.median:.2f} ({share.low:.2f}-{share.high:.2f})"
         table.append([str(count), *(f"{1e3 * seconds:.1f}" for seconds in each), range_])
-    click.echo(f"{file.name}, passes behind {depth} tokens, {threads} thread(s)")
+    click.echo(f"{file.name}, passes after {depth} tokens, {threads} thread(s)")
     print_table(["M", "half, ms", "q8, ms", "q8 over half"], table)

@@ -131,7 +131,7 @@ def quota(file: Path, share: float, only: tuple[str, ...], more: tuple[str, ...]
     dovetail = [sys.executable, "-P", "-m", "dovetail.launch.cli"]
     model = ["--target", str(file), "--target.context", "8192", *more]
     failures = []
-    os.nice(-20)  # the group goes before everything else, and its streams must be read
+    os.nice(-20)  # the group has priority over everything else, and its streams must be read
     with tempfile.TemporaryDirectory(prefix="dovetail-quota-") as folder, group(share) as procs:
         given = own_places(folder)
         commands = {

@@ -174,7 +174,7 @@ def test_a_reply_that_no_journal_knows_goes_on_only_where_its_tokens_were_comput
         lives.house.later_ns += 5 * 10**9
         lives.run()
         assert isinstance(lives.end, Failed)
-        assert f"no target of {lives.fingerprint} registered" in str(lives.end.text)
+        assert f"no target with {lives.fingerprint} registered" in str(lives.end.text)
 
 
 def test_a_reply_in_the_queue_whose_target_goes_waits_for_it_and_holds_up_nobody(
@@ -199,7 +199,7 @@ def test_a_reply_in_the_queue_whose_target_goes_waits_for_it_and_holds_up_nobody
         lives.house.later_ns += 5 * 10**9
         lives.run()
     assert isinstance(lives.end, Failed)
-    assert f"no target of {lives.fingerprint} registered" in lives.end.text
+    assert f"no target with {lives.fingerprint} registered" in lives.end.text
     fresh = lives.house.connect()
     assert fresh.complete(fresh.submit(tokens=PROMPT, max_tokens=4)).result.token_ids
 

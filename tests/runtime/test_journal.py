@@ -143,7 +143,7 @@ def test_a_target_of_another_fingerprint_is_no_place_for_a_reply_that_has_begun(
     lives.run()
     assert isinstance(lives.end, Failed)
     assert lives.end.code == "worker_lost"
-    assert "no target of" in lives.end.text
+    assert "no target with" in lives.end.text
 
 
 def test_a_reply_that_was_left_goes_on_and_one_that_has_ended_is_told_again(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_where_drafting_does_not_pay_next_to_nothing_is_lost(costs: Costs) -> No
 
 
 def share_of_alone(house: TimedHouse, replies: int, tokens: int, begin: int = 0) -> float:
-    """The rate of short replies, each another text, as a share of that of the target alone."""
+    """The rate of short replies with different texts, as a share of the target's rate alone."""
     with_draft = alone = 0.0
     for reply in range(begin, begin + replies):
         prompt = 8 + 17 * reply

@@ -18,7 +18,7 @@ NEVER_RIGHT = Costs(right=lambda _: 0.0, belief=lambda _: 0.5)
 def seconds(
     house: TimedHouse, tokens: int, turns: int, *, speculate: bool = True, users: int = 1
 ) -> float:
-    """The time of so many replies of each of these users, all at once in every turn."""
+    """The time of `turns` replies to each of the users, who all send requests at once."""
     began_ns = house.clock.now_ns
     for turn in range(turns):
         left = {

@@ -207,7 +207,7 @@ class ScriptedWorker:
         self.link.send(encode(introduction))
 
     def step(self, most: int = 1 << 30) -> int:
-        """Handle everything that has arrived, or `most` messages; how much that was."""
+        """Handle at most `most` of the messages that have arrived; return how many."""
         handled = 0
         while handled < most and (frames := self.link.receive(0)) is not None:
             command = COMMAND.decode(frames)

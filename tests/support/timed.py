@@ -201,7 +201,7 @@ class TimedHouse:
         draft: dict[str, object] | None = None,
         records: PairRecords | None = None,
     ) -> None:
-        """`target`, `draft`: what their Hellos say differently; `records`: of earlier houses."""
+        """`target`, `draft`: changes to their Hellos; `records`: those of earlier houses."""
         self.hub: MemoryHub = memory_links()
         self.clock = Clock()
         self.coordinator = Coordinator(
@@ -230,7 +230,7 @@ class TimedHouse:
         while busy:
             self.clock.pass_s(HOST_S)
             self.coordinator.pump()
-            busy = bool(self.target.step(1) + self.draft.step(1))  # it looks between two passes
+            busy = bool(self.target.step(1) + self.draft.step(1))  # it receives between two passes
 
     def complete(
         self,

@@ -1,7 +1,7 @@
-"""The words into which a GGUF file's vocabulary splits a text, for every way that llama.cpp knows:
-beside llama.cpp's own words, and where these differ from the family's, beside the family's.
+"""The words into which a GGUF file's vocabulary splits a text, for every pre-tokenizer of
+llama.cpp: compared with llama.cpp's words or, where the family's differ, with the family's.
 
-Digests of llama.cpp's words were made with `src/unicode.cpp` of b11434, whose `unicode_regex_split`
+Digests of llama.cpp's words were made with `src/unicode.cpp` of b11434: its `unicode_regex_split`
 was given the `regex_exprs` that `src/llama-vocab.cpp` has for a name, without encoding bytes."""
 
 import hashlib
@@ -136,7 +136,7 @@ LLAMA_CPP = {
         "1f5202b3fb42e1a7": "afmoe",
     },
 }
-"""Digests of the lengths of llama.cpp's words of these texts -> the names that have them."""
+"""Digests of the lengths of llama.cpp's words in these texts -> the names with this digest."""
 BEFORE = r"[^\r\n\p{L}\p{N}]?"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -213,7 +213,7 @@ def words_of(tokenizer: Tokenizer, text: str) -> list[str]:
 
 
 def split(text: str, expressions: tuple[str, ...]) -> list[str]:
-    """The words of a text by expressions, each of which splits what those before it left."""
+    """The words of a text by expressions, each of which splits what the previous ones left."""
     words = [text]
     for expression in expressions:
         parts = []
@@ -293,7 +293,7 @@ def test_ids_that_a_file_of_pieces_does_not_state_are_sentencepieces(
 
 @pytest.mark.parametrize(("name", "begins"), [(None, True), *LETTERS.items()])
 def test_a_vocabulary_of_letters_begins_as_in_llama_cpp(name: str | None, begins: bool) -> None:
-    """Gemma 4's always, whatever it states."""
+    """Gemma 4's always does, whatever it states."""
     model = {} if name else {"model": "gemma4"}
     content = vocabulary(name, add_bos_token=False, **model).content
     assert content["normalizer"]["content"] == "▁"

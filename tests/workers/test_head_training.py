@@ -88,7 +88,7 @@ def head_of(name: str) -> TrainableHead:
 
 
 def shared_with(head: TrainableHead, kept: Frozen) -> Frozen:
-    """What a head gets of its target: the rows of its own vocabulary."""
+    """The tensors that a head gets from its target: the rows of its own vocabulary."""
     return Frozen(kept.embedding, kept.head if head.known is None else kept.head[head.known])
 
 

@@ -135,7 +135,7 @@ def attention_row(
 
 
 def in_codes(x: Floats) -> tuple[Floats, Any]:
-    """Codes of 8 bits of x [..., n] and the scale of each block of 32: a 127th of its largest
+    """8-bit codes of x [..., n] and the scale of each block of 32: a 127th of its largest
     number, rounded up to the upper half of a float. Their products are what a cache of codes holds;
     a block with a number that is not finite has the scale NaN."""
     blocks = np.pad(x, [*((x.ndim - 1) * [(0, 0)]), (0, -x.shape[-1] % 32)])

@@ -205,7 +205,7 @@ def test_a_large_vocabulary_is_gone_over_in_float32_with_and_without_kernels(
 
 
 def test_logits_that_are_not_numbers_have_no_logarithm() -> None:
-    with pytest.raises(RequestError, match="logits that are NaN"):
+    with pytest.raises(RequestError, match="NaN logits"):
         token_logprobs(torch.tensor([[0.0, float("nan"), 1.0]]), [0], 2)
 
 

@@ -338,7 +338,7 @@ def test_features_of_what_is_not_there_are_refused(llama: LanguageModel) -> None
             READS,
             len(PROMPT) + 2,
             "prefix",
-            "features of 8 tokens were asked for, the log here has 7",
+            "features of 8 tokens were requested, but the log here has 7",
         ),
         (
             1,

@@ -42,7 +42,7 @@ EMBEDDINGS = (
 OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
 """The families' names of the embedding and of the output head; a model without the latter ties it
 to the embedding."""
-LARGE = 1 << 24  # numbers of a table that is not widened to 32 bits
+LARGE = 1 << 24  # tables with more numbers are not widened to 32 bits
 TABLES = ("d2t", "t2d")  # tables of token ids; all other tensors are weights
 
 log = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ class _Target:
 
 
 def read_shared(stored: Stored, name: str, *, checked: bool = False) -> Tensor:
-    """Return a target's tensor as stored, but a large one that is decoded from blocks in fp16: it
-    would take four bytes a number."""
+    """Return a target's tensor as stored; a large one decoded from blocks is returned in fp16,
+    since fp32 would take twice the memory."""
     found = stored.read(name, checked=checked)
     decoded = type(stored) is not Stored and found.dtype == torch.float32
     return found.half() if decoded and found.numel() > LARGE else found

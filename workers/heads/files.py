@@ -36,7 +36,7 @@ class HeadFiles:
     shapes: Mapping[str, Shape]
     types: Mapping[str, torch.dtype | None]  # name -> type; None: a type that heads do not support
     read: Callable[[str], Tensor]
-    coded: bool = False  # True if matrices are stored as codes in 8 bits
+    coded: bool = False  # True if matrices are stored as 8-bit codes
 
 
 def classify(source: str, *, allow_bin: bool = False) -> str | None:

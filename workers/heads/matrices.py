@@ -57,7 +57,7 @@ def _in_blocks(weight: Tensor, bias: Tensor | None) -> BlockMatrix:
 
 
 def codes_of(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes int8 [out, in] of a matrix and their scales fp16 [out, in / 32]."""
+    """Quantize a matrix: return int8 codes [out, in] and fp16 scales [out, in / 32]."""
     numbers = weight.float().contiguous().view(len(weight), -1, WIDTH)
     scales = (numbers.abs().amax(dim=2) / 127.0).half()
     turned = torch.where(scales > 0, 1.0 / scales.float(), torch.zeros(()))

@@ -13,11 +13,11 @@ from dovetail.workers.kernels.states import ScanPlan, StateRows
 
 LANES = 16  # positions interleaved in a block of keys; capacities are multiples of it
 CODES = torch.int8
-"""Type of keys and values in 8 bits: blocks of 32 codes of a head, each with a scale of 16 bits."""
+"""Type of 8-bit keys and values: blocks of 32 codes of a head, each with a 16-bit scale."""
 
 
 def stored_width(numbers: int, dtype: torch.dtype) -> int:
-    """Return how many items of a cache's type a head of so many numbers takes: codes are followed
+    """Return how many items of a cache's type a head of `numbers` numbers takes: codes are followed
     by the bytes of their scales."""
     return numbers + 2 * -(-numbers // 32) if dtype == CODES else numbers
 
@@ -261,11 +261,11 @@ class LayerPlan:
     """The width of attention's own input, for heads that also read embeddings, in a layer without
     an MLP; 0: it reads the states."""
     heads_before: Sequence[tuple[int, int]] | None = None
-    """Key heads and their size of the layers before this one in a cache; None: those of `index`
-    layers like this one."""
+    """The number and size of the key heads of each layer before this one in a cache; None: as for
+    `index` layers like this one."""
 
     def before(self, dtype: torch.dtype) -> int:
-        """Return the items of a row's keys in the layers before this one in a cache of a type."""
+        """Return the items that a row's keys take in the layers before this one, for this type."""
         heads = self.heads_before
         if heads is None:
             heads = self.index * [(self.kv_heads, self.head_dim)]
@@ -312,8 +312,8 @@ class CacheRows:
 
     keys: Tensor
     """float32, float16 or CODES [layers, kv_heads, capacity / 16, stored_width(head_dim), 16] of
-    the whole cache; if layers' heads differ [items of a row, capacity], each laid out as if
-    alone."""
+    the whole cache; if the layers' heads differ, [items of a row, capacity] with each layer laid
+    out as if it were alone."""
     values: Tensor
     """Same type, [layers, kv_heads, capacity, stored_width(head_dim)], or as keys; with latents
     these are the rows, and there are no keys."""

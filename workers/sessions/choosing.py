@@ -136,5 +136,5 @@ def _check_number(margin: float) -> None:
     if margin != margin:
         raise RequestError(
             "internal",
-            "the target computed logits that are NaN; its weights or its device are damaged",
+            "the target computed NaN logits; its weights or its device are damaged",
         )

@@ -43,7 +43,7 @@ class HeldFeatures:
     def __init__(self) -> None:
         self._picked: list[Tensor] = []  # [n, row] each
         self._waiting: list[Sequence[Tensor]] = []
-        """Rows behind these, [n, hidden] of every layer that is read; they may keep alive rows of
+        """Rows after these, [n, hidden] of every layer that is read; they may keep alive rows of
         other sessions in their pass."""
         self._rows = 0
 

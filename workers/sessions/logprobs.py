@@ -1,8 +1,8 @@
 """Log-probabilities of tokens under a target's own distribution: log softmax of the model's logits,
 before any processor and without noise.
 
-Every row is computed separately, in float32, to 1e-5: the numbers of a token depend neither on the
-other rows of its pass nor on the threads. V vocabulary."""
+Every row is computed separately, in float32, to 1e-5: the values of a token depend neither on the
+other rows of its pass nor on the number of threads. V vocabulary."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def _of_row(row: Tensor, token: int, top: int) -> TokenLogprobs:
     if logprob != logprob:
         raise RequestError(
             "internal",
-            "the target computed logits that are NaN; its weights or its device are damaged",
+            "the target computed NaN logits; its weights or its device are damaged",
         )
     best = zip(ids[:top].tolist(), values[:top].tolist(), strict=True)
     return TokenLogprobs(logprob=logprob, top=tuple(best))

@@ -71,8 +71,8 @@ class Opener:
 
     @property
     def prompt_rows(self) -> int:
-        """The rows of a chunk of a prompt while no other session waits, and of a pass over one that
-        computes only the last row's logits."""
+        """The rows in a chunk of a prompt while no other session waits, and in a pass over a prompt
+        that computes only the last row's logits."""
         return max(PREFILL_ROWS, self._model.prompt_rows)
 
     @property
@@ -148,10 +148,10 @@ class Opener:
         return reading.take(rows, *found, 0)
 
     def _rows_apart(self, order: Open, cache: Cache) -> int:
-        """Return how many rows of a prompt the prefill device reads. It counts only the request's
-        own prompt, so that a session reopened elsewhere, or on the same worker, has the same rows
-        read by the device, and those of its reply computed as before. It stops at the checkpoint
-        before the end."""
+        """Return how many rows of a prompt the prefill device reads. Only the request's own
+        prompt counts, so that when a session is reopened, here or elsewhere, the device reads the
+        same rows, and those of the reply are computed as before. It stops at the checkpoint before
+        the end."""
         prompt, apart = len(order.prompt) - order.replied, self._model.reads_apart
         if not apart or order.scored or cache.length or prompt < self._reads_from:
             return 0
@@ -224,7 +224,7 @@ class Opener:
         session = find_session(self._sessions, number)
         self._check_reads(reads)
         if prefix > (tokens := len(session.log)):
-            text = f"features of {prefix} tokens were asked for, the log here has {tokens}"
+            text = f"features of {prefix} tokens were requested, but the log here has {tokens}"
             raise RequestError("prefix", f"session {number}: {text}")
         count = max(0, prefix - 1)
         log, cache = session.log[:count], self._model.new_cache(count)
@@ -242,7 +242,7 @@ class Opener:
         begun = self._begun.get(item.session)
         if begun is None or begun.round != item.round:
             if item.session in self._sessions:
-                raise StaleError(f"the log of session {item.session} has been read")
+                raise StaleError(f"the log of session {item.session} has already been read")
             raise RequestError(
                 "session", f"session {item.session} is not being read here; open it first"
             )
@@ -261,7 +261,7 @@ class Opener:
         if not tokens < capacity <= context:
             raise RequestError(
                 "capacity",
-                f"a capacity of {capacity} tokens does not lie between the prompt's {tokens} and "
+                f"a capacity of {capacity} tokens is not between the prompt's {tokens} and "
                 f"the context's {context}",
             )
         if len(self) >= MAX_SESSIONS:

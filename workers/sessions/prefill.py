@@ -43,8 +43,8 @@ class Reading:
         """`cache` has the first rows of `log`, or none. `round`: that of the command that began it.
         `reads`: the features to send, of positions from `features_from` on; `refeed`: they are
         recomputed for an open session, else the session is being opened. `scored`: how many
-        alternatives each token's score has, None for no scores; `apart`: how many first rows the
-        model's prefill device reads."""
+        alternatives each token's score has, None for no scores; `apart`: how many of the first
+        rows the model's prefill device reads."""
         self.session, self.log, self.cache, self.round = session, log, cache, round
         self.refeed, self.reads, self.apart = refeed, reads, apart
         self.logits = torch.empty(0)

@@ -2,7 +2,7 @@
 what is new.
 
 The coordinator decides which sessions are kept and reused; this module ensures that reused rows
-match the new prompt, and that the limit is kept. Independent of models; imports no torch."""
+match the new prompt, and enforces the limit. Independent of models; imports no torch."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class Left:
 
     log: list[int]  # the prompt and every committed token
     cache: "Cache"
-    used: int = 0  # rows behind those of the log, in an open session
+    used: int = 0  # rows after those of the log, in an open session
 
     @property
     def there(self) -> int:
@@ -39,7 +39,7 @@ class Left:
         """Raise `RequestError` of code "prefix" unless a session with this prompt can reuse the
         first `kept` tokens."""
         if kept >= len(prompt):
-            why = f"for a prompt of {len(prompt)}, whose last one has to be computed"
+            why = f"for a prompt of {len(prompt)}, whose last one must be computed"
         elif kept > self.there:
             why = f"of a session that has rows of {self.there}"
         elif list(prompt[:kept]) != self.log[:kept]:
@@ -61,7 +61,7 @@ class KeptSessions(Generic[LeftT]):
     """The logs and rows of ended sessions by their numbers, the oldest first."""
 
     def __init__(self, most_tokens: int, beside: int = 0) -> None:
-        """`most_tokens`: of all logs together; each session counts as `beside` more tokens."""
+        """`most_tokens`: of all logs together; each session counts for `beside` extra tokens."""
         self._most_tokens, self._beside = most_tokens, beside
         self._left: dict[int, LeftT] = {}
 

@@ -36,9 +36,9 @@ def check_chunk(item: ReadItem, done: int) -> None:
     """Raise `StaleError` or `RequestError` unless a chunk of a log begins where the `done` rows
     that have been read end."""
     if item.start < done:
-        raise StaleError(f"session {item.session}: rows from {item.start} on have been read")
+        raise StaleError(f"session {item.session}: rows from {item.start} on were already read")
     if item.start > done:
-        text = f"rows from {item.start} on were asked for, but {done} have been read"
+        text = f"rows from {item.start} on were requested, but {done} have been read"
         raise RequestError("prefix", f"session {item.session}: {text}; open the session again")
 
 

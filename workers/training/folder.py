@@ -38,7 +38,7 @@ INT8 = {
         }
     },
 }
-"""config.json's description of codes in 8 bits."""
+"""The description of 8-bit codes in config.json."""
 FILES = frozenset(("config.json", "model.safetensors"))
 
 
@@ -145,8 +145,8 @@ def _is_coded(value: Tensor) -> bool:
 
 
 def read_weights(head: TrainableHead, folder: Path) -> None:
-    """Begin a head with the weights and the draft vocabulary of a trained one in a folder. Raises
-    `UserError` if its shape is another."""
+    """Initialize a head with the weights and the draft vocabulary of a trained one in a folder.
+    Raises `UserError` if its shape differs."""
     files, names = open_files(str(folder), allow_bin=False), head.state_dict().keys()
     try:
         head.load_state_dict({name: files.read(name) for name in files.shapes if name in names})

@@ -105,8 +105,8 @@ def feature_loss(state: Tensor, wanted: Tensor) -> Tensor:
 
 @torch.no_grad()
 def wanted_distributions(frozen: Frozen, g: Tensor) -> Tensor:
-    """Return the target's distributions after g [N, H] over the head's vocabulary [N, Vd], each of
-    sum 1; the logits of other tokens are not computed."""
+    """Return the target's distributions after g [N, H] over the head's vocabulary [N, Vd], each
+    with sum 1; the logits of other tokens are not computed."""
     wanted = torch.empty(len(g), len(frozen.head), device=g.device)
     for part in _parts(len(g), frozen.head):
         rows = g[part].to(frozen.head.dtype)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dovetail.workers.training.plan import Plan
 
 Preset = Literal["paper", "tiny"]
-DRAFT_VOCABULARY = 16384  # tokens that a head proposes by default for a larger vocabulary than:
+DRAFT_VOCABULARY = 16384  # tokens that a head proposes by default if its vocabulary exceeds:
 WHOLE_UP_TO = 32768
 TINY_UP_TO = 1024  # the widest target for which `auto` means the tiny preset
 

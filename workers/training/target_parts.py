@@ -43,12 +43,12 @@ class TargetParts:
         return _one(self.tensors, ending, self.source)
 
     def norm(self, ending: str) -> Tensor:
-        """Return the factors of a norm, whose weights some families store less one."""
+        """Return the factors of a norm; some families store them minus one."""
         return self.read(ending).float() + (self.norms is not None and self.norms.plus_one)
 
     @property
     def is_plain(self) -> bool:
-        """Return whether its last layer has norms like a head's: one before each half."""
+        """Return whether its last layer has norms like a head's: before attention and MLP only."""
         norms = self.norms
         return norms is None or (norms.post_mixer is None and norms.post_mlp is None)
 

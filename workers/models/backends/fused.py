@@ -82,7 +82,7 @@ class Kernels:
     def __init__(
         self, model: Any, kind: Kind, *, context: int, cache: torch.dtype = torch.float32
     ) -> None:
-        """`model`: with all numbers but the layers'; `cache`: type of keys and values: fp32, fp16
+        """`model`: all numbers except the layers'; `cache`: type of keys and values: fp32, fp16
         or CODES."""
         from dovetail.workers.models.parity.oracle import Oracle  # imports transformers
 
@@ -221,7 +221,7 @@ class Kernels:
 
     @torch.inference_mode()
     def _prove_cache(self) -> None:
-        """`CheckpointError` if keys and values in fewer bits change logits by more than
+        """Raise `CheckpointError` if a cache with fewer bits changes logits by more than
         rounding."""
         by_type = map(self._rows_over, (torch.float32, self._cache))
         exact, found = (self._pass(*rows) for rows in by_type)

@@ -166,8 +166,8 @@ LAYER_TOLERANCE = 2e-4  # relative to the layer's output: rounding gives 1e-6, a
 ROUNDED_TOLERANCE = 2e-2  # if matrices round inputs to int8, which turns 1e-7 into up to 1e-3
 EXACT = (Kind.FP32, Kind.FP16, Kind.BF16, Kind.EXACT_BLOCKS)
 CACHE_TOLERANCE, ROUNDED_CACHE_TOLERANCE = 0.1, 0.5
-"""Largest share by which keys and values of 16 or 8 bits may change the logits of the middle row:
-1e-3 and 1e-2 are usual, 4e-2 where inputs are rounded to 8 bits, and overflowing keys give 100%."""
+"""Largest share by which 16- or 8-bit keys and values may change the logits of the median row:
+1e-3 and 1e-2 are usual, 4e-2 if inputs are rounded to 8 bits; overflowing keys give 100%."""
 
 
 def check_attention(said: Attention | Latent, noted: Noted, index: int) -> None:
@@ -194,8 +194,8 @@ def check_attention(said: Attention | Latent, noted: Noted, index: int) -> None:
 
 
 def prove_cache(exact: Tensor, found: Tensor, kind: IntEnum, bits: int) -> None:
-    """`CheckpointError` if logits [T, V] over keys of 16 or 8 bits differ from `exact` ones by more
-    than rounding."""
+    """Raise `CheckpointError` if logits [T, V] with a 16- or 8-bit cache differ from `exact` ones
+    by more than rounding."""
     moved = ((found - exact).norm(dim=-1) / exact.norm(dim=-1)).nan_to_num(math.inf)
     middle = float(moved.median())
     log.info("keys and values in %d bits change the logits by a relative %.1e", bits, middle)

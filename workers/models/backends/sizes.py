@@ -334,8 +334,8 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
 
 
 def cached_bytes(numbers: int, cache: str, width: int) -> int:
-    """Return the bytes of so many numbers of keys and values in heads of a width: in q8 each block
-    of 32 numbers of a head has a scale of 2 bytes."""
+    """Return the bytes that `numbers` numbers of keys and values take in heads of this width: in q8
+    each block of 32 numbers of a head has a 2-byte scale."""
     scales = -(-numbers // width) * -(-width // 32) if cache == "q8" else 0
     return numbers * CACHE_BYTES[cache] + 2 * scales
 

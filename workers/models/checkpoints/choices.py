@@ -1,6 +1,6 @@
 """Keys of generation_config.json (or, without that file, of config.json) that change a model's
-choices beyond sampling: tokens that it never chooses are masked; other keys are refused, since a
-reply would differ from transformers' silently."""
+choices beyond sampling: tokens that it never chooses are masked; other keys are refused, since
+replies would silently differ from those of transformers."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,19 +20,19 @@ _CHANGING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("encoder_repetition_penalty",), (1,)),
     **dict.fromkeys(("sequence_bias", "watermarking_config", "stop_strings"), ([], {})),
 }
-"""Keys of every reply -> their neutral values, besides null."""
+"""Keys that affect every reply -> their neutral values, besides null."""
 _SAMPLED: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "top_h": (),
 }
-"""Keys of sampled replies only."""
+"""Keys that affect sampled replies only."""
 
 
 def suppressed_in(folder: Path, end: Iterable[int]) -> tuple[int, ...]:
     """Return the tokens that a model never chooses, in order; `end`: the ids that end a reply,
-    which bad words leave. `CheckpointError` for keys that are not obeyed."""
+    which bad words do not mask. Raises `CheckpointError` for unsupported keys."""
     file, own = folder / "generation_config.json", folder / "config.json"
     file = file if file.is_file() else own
     content = text_part(read_json(own)) if file == own else read_json(file)
@@ -55,6 +55,6 @@ def _are_ids(value: object) -> bool:
 
 def _refusal(file: Path, name: str, value: object) -> CheckpointError:
     return CheckpointError(
-        f"{file}: {name} is {shown(value)}, which is not obeyed here; remove the key to load the "
+        f"{file}: {name} is {shown(value)}, which is not supported; remove the key to load the "
         "model without it"
     )

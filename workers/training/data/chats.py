@@ -32,7 +32,7 @@ PLAIN = (
     "{{ bos_token }}{% for message in messages %}{{ message.content }}"
     "{{ eos_token if message.role == 'assistant' else '\n' }}{% endfor %}"
 )
-"""The template of a target that has none: each message a line, each answer with its end."""
+"""The template for targets without one: a line per message, and an end token per answer."""
 
 
 @dataclass(frozen=True)

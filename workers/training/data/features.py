@@ -52,7 +52,7 @@ class Batch:
 
 def open_features(folders: Sequence[Path]) -> "Features":
     """Open the features that `dovetail features` wrote into these folders, one after the other.
-    Raises `UserError` if they are of several targets or layers."""
+    Raises `UserError` if their targets or layers differ."""
     stores = [Store(folder) for folder in folders]
     first = stores[0].index.origin
     for folder, store in zip(folders, stores, strict=True):
@@ -68,7 +68,7 @@ def open_features(folders: Sequence[Path]) -> "Features":
 
 
 class Several:
-    """Several stores as one: the sequences of each after those of the one before."""
+    """Several stores as one: the sequences of each follow those of the previous one."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
         self._stores = stores
@@ -204,8 +204,8 @@ class Features:
         )
 
     def stream(self) -> float | None:
-        """Return the size (root mean square) of the numbers of the last tap in a typical row, None
-        without taps."""
+        """Return the root mean square of the last tap's numbers in a typical row; None without
+        taps."""
         if not self.origin.taps:
             return None
         start = int(self.source.offsets[self.first])

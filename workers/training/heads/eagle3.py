@@ -87,10 +87,10 @@ class Eagle3Head(TrainableHead):
 
     @torch.no_grad()
     def begin_with(self, target: TargetParts, stream: float = STREAM) -> int:
-        """Begin as the target's last layer behind the highest tap, with the final norm: the state
+        """Begin as the target's last layer after the highest tap, with the final norm: the state
         is a residual stream, so the layer is copied as it is. The weights for the embedding stay
-        random, and the layer if the target's norms are in other places. Taps are normed, so the
-        fusion begins with `stream`, the size of a stream's numbers."""
+        random, and so does the layer if the target's norms are placed differently. Since taps are
+        normed, the fusion begins with `stream`, the root mean square of a residual stream."""
         final = target.norm("norm.weight")
         hidden, source = self.shape.hidden, f"layers.{int(target.config['num_hidden_layers']) - 1}."
         self.fc.weight.zero_()[:, -hidden:] = stream * torch.eye(hidden)

@@ -41,7 +41,7 @@ class HeadShape:
     intermediate: int
     vocabulary: int  # tokens of the target, V
     draft_vocabulary: int = field(default=0, kw_only=True)
-    """The frequent tokens that it can propose, Vd; 0: all."""
+    """How many frequent tokens it can propose, Vd; 0: all."""
     blocks: int = 1
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
@@ -280,8 +280,8 @@ class TrainableHead(nn.Module, ABC):
     @torch.no_grad()
     def begin_with(self, target: TargetParts, stream: float = STREAM) -> int:
         """Initialise a new head from the target where possible, and leave the rest random; return
-        how many tensors of the target's layers were copied: none if its norms are in other places
-        than a head's. `stream`: the size of the numbers of its last residual streams.
+        how many tensors of the target's layers were copied: none if its norms are not where a
+        head's are. `stream`: the root mean square of its last residual streams.
 
         A head's state is a feature: the residual stream after the final norm. So the copied layers'
         outputs are scaled as by that norm, and their inputs scaled back; the head's first pass is

@@ -233,10 +233,10 @@ class TorchEngine:
         return _TorchReady(plan, blob, self)
 
     def expect(self, dtype: torch.dtype) -> None:
-        """Choose the attention over 16-bit keys and values before a capture. `SettingsError` for
-        codes."""
+        """Choose the attention over 16-bit keys and values before a capture. Raises `SettingsError`
+        for codes."""
         if dtype == CODES:
-            raise SettingsError(f"no keys and values in 8 bits on {self.device}: use half")
+            raise SettingsError(f"{self.device} has no 8-bit keys and values: use half")
         if self.products is not None and self._masks and dtype == HALF:
             self.products.owner(CONTEST)
 

@@ -1,5 +1,5 @@
-"""The codebooks of types of two and three bits (IQ2, IQ3): an index stands for the sizes of 8 or 4
-numbers, whose signs and scales lie apart."""
+"""The codebooks of the 2- and 3-bit types (IQ2, IQ3): an index stands for the magnitudes of 8 or 4
+numbers, whose signs and scales are stored separately."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ SIZES: Mapping[str, Sequence[int]] = {
     "IQ3_XXS": (4, 12, 20, 28, 36, 44, 52, 62),
     "IQ3_S": range(1, 16, 2),
 }
-"""A type -> the sizes that an entry chooses from."""
+"""A type -> the magnitudes that an entry chooses from."""
 
 
 @cache
 def codebook(name: str) -> Tensor:
-    """Return the sizes of a type's entries, fp32 [entries, 8 or 4]."""
+    """Return the magnitudes of a type's entries, fp32 [entries, 8 or 4]."""
     _, _, text = FILE.read_text().partition(f"{name}_ENTRIES")
     number, found = 0, []
     for letter in "".join(re.findall(r'"(.*)"', text.partition(";")[0])):
@@ -37,7 +37,7 @@ def codebook(name: str) -> Tensor:
 
 
 def chosen(name: str, indices: Tensor, signs: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers of blocks, fp32 [blocks, 256], of indices [blocks, entries], signs uint8
+    """Return the numbers of blocks, fp32 [blocks, 256], from indices [blocks, entries], signs uint8
     [blocks, 32], a bit for each number, and scales fp32 [blocks, 8 or 16]."""
     sizes = codebook(name)[indices.long()].flatten(1)
     minus = signs.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8) & 1
@@ -46,7 +46,7 @@ def chosen(name: str, indices: Tensor, signs: Tensor, scales: Tensor) -> Tensor:
 
 
 def even(seven: Tensor) -> Tensor:
-    """Return the signs of 8 numbers, uint8, of seven; the number of minuses is even."""
+    """Return the signs of 8 numbers, uint8, given seven: the number of minus signs is even."""
     odd = seven ^ seven >> 4
     odd = odd ^ odd >> 2
     return (seven | ((odd ^ odd >> 1) & 1) << 7).to(torch.uint8)

@@ -77,10 +77,10 @@ def _mix(model: Model) -> str:
 
 
 def _notes(model: Model) -> list[str]:
-    """What whoever loads the model should know."""
+    """The warnings to print when the model is loaded."""
     if model.facts["tokenizer.ggml.model"] != "gpt2" or model.facts.get("tokenizer.ggml.pre"):
         return []
-    why = "it does not name its way of splitting words (tokenizer.ggml.pre)"
+    why = "it does not name its pre-tokenizer (tokenizer.ggml.pre)"
     return [f"{why}: llama.cpp's default is used, and tokens may differ from the model's own"]
 
 
@@ -106,7 +106,7 @@ def _suppressed(facts: Facts) -> dict[str, list[int]]:
     if found is None:
         return {}
     if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
-        raise facts.refusal(f"{SUPPRESSED} is {str(found)[:50]}, no list of ids")
+        raise facts.refusal(f"{SUPPRESSED} is {str(found)[:50]}, not a list of ids")
     return {"suppress_tokens": found.tolist()}
 
 
@@ -115,7 +115,7 @@ def _sampling(facts: Facts) -> dict[str, Any]:
     model = facts.model
     for key in ("xtc_probability", "mirostat"):
         if value := model.facts.get(f"general.sampling.{key}"):
-            raise facts.refusal(f"general.sampling.{key} is {str(value)[:50]}, not obeyed here")
+            raise facts.refusal(f"general.sampling.{key} is {str(value)[:50]}, not supported")
     found = {
         theirs: value
         for ours, theirs in SAMPLING.items()

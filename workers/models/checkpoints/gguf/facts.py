@@ -42,9 +42,9 @@ EQUAL = {
 }
 """Keys that change nothing if their value is that of another key."""
 EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
-"""Of both an architecture has the one of its kind of norms; converters write both."""
+"""An architecture uses the one for its kind of norms; converters write both."""
 WINDOW = "attention.sliding_window"
-PARALLEL = ("phi2", "cohere2")  # attention and MLP read the same, and llama.cpp asks no key
+PARALLEL = ("phi2", "cohere2")  # attention and MLP read the same input, for any key in llama.cpp
 LARGEST = 1 << 32  # the largest whole number in a file's architecture, which has 32 bits
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"
@@ -188,7 +188,7 @@ class Facts:
         if key in EPSILONS:
             return any(other in self._asked for other in EPSILONS)
         if WINDOW not in self._asked and (key == f"{WINDOW}_pattern" or key.endswith("_swa")):
-            return True  # of layers with windows, which this architecture has not
+            return True  # about sliding windows, which this architecture does not have
         value = self.model.facts[self._prefix + key]
         values = value.tolist() if isinstance(value, np.ndarray) else [value]
         same = self.model.facts.get(self._prefix + EQUAL[key]) if key in EQUAL else None

@@ -113,7 +113,7 @@ UNREAD = {
         for number, name in enumerate(names.split(), first)
     },
 }
-"""Types that ggml and ik_llama.cpp have and that are not read here."""
+"""Types of ggml and ik_llama.cpp that are not read here."""
 STORED = {F16: "F16", BF16: "BF16", MXFP4: "BF16"}
 """safetensors' name of the smallest type that has every number of a kind; of others F32."""
 

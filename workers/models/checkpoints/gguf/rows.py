@@ -73,51 +73,51 @@ def iq4_xs(block: Tensor) -> Tensor:
 
 
 def iq2_xxs(block: Tensor) -> Tensor:
-    """For each 32 numbers four indices, four times seven signs, and a scale of four bits."""
+    """For every 32 numbers: four indices, four groups of seven signs, and a 4-bit scale."""
     indices = block[:, 2:].reshape(-1, 8, 8)[:, :, :4].flatten(1)
     words = block[:, 2:].contiguous().view(torch.int32)[:, 1::2]
     return chosen("IQ2_XXS", indices, _sevens(words), _odd(words >> 28 & 15, block, 0.25))
 
 
 def iq2_xs(block: Tensor) -> Tensor:
-    """Indices of nine bits with seven signs each; scales for each 16."""
+    """9-bit indices with seven signs each; a scale for every 16 numbers."""
     words = block[:, 2:66].contiguous().view(torch.int16).int() & 0xFFFF
     scales = _odd(_neighbours(block[:, 66:]), block, 0.25)
     return chosen("IQ2_XS", words & 511, even(words >> 9), scales)
 
 
 def iq2_s(block: Tensor) -> Tensor:
-    """Indices of ten bits, two of them apart; scales for each 16."""
+    """10-bit indices, two bits of which are stored apart; a scale for every 16 numbers."""
     high = (block[:, 66:74].unsqueeze(2) >> _shifts(4, 2).view(1, 1, 4) & 3).flatten(1)
     indices = block[:, 2:34].int() | high.int() << 8
     return chosen("IQ2_S", indices, block[:, 34:66], _odd(_neighbours(block[:, 74:]), block, 0.25))
 
 
 def iq3_xxs(block: Tensor) -> Tensor:
-    """For each 32 numbers eight indices; elsewhere four times seven signs, and a scale."""
+    """For every 32 numbers: eight indices, and stored apart four groups of seven signs, a scale."""
     words = block[:, 66:].contiguous().view(torch.int32)
     return chosen("IQ3_XXS", block[:, 2:66], _sevens(words), _odd(words >> 28 & 15, block, 0.5))
 
 
 def iq3_s(block: Tensor) -> Tensor:
-    """Indices of nine bits, one of them apart; scales for each 32."""
+    """9-bit indices, one bit of which is stored apart; a scale for every 32 numbers."""
     high = (block[:, 66:74].unsqueeze(2) >> _shifts(8, 1).view(1, 1, 8) & 1).flatten(1)
     indices = block[:, 2:66].int() | high.int() << 8
     return chosen("IQ3_S", indices, block[:, 74:106], _odd(_neighbours(block[:, 106:]), block, 2.0))
 
 
 def _sevens(words: Tensor) -> Tensor:
-    """Signs of 32-bit words [blocks, 8], each with four times seven: uint8 [blocks, 32]."""
+    """Signs from 32-bit words [blocks, 8], four groups of seven in each: uint8 [blocks, 32]."""
     return even(words.unsqueeze(2) >> torch.arange(0, 28, 7) & 127).flatten(1)
 
 
 def _odd(codes: Tensor, block: Tensor, unit: float) -> Tensor:
-    """Scales of codes: an odd number of halves of a unit, times that of the block."""
+    """Scales from codes: (code + 1/2) units, times the scale of the block."""
     return (codes.float() + 0.5) * unit * _half(block, 0)
 
 
 def _neighbours(codes: Tensor) -> Tensor:
-    """Codes of four bits, those of a byte one behind the other, the lower first."""
+    """4-bit codes, the lower half of each byte first."""
     return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
 
 

@@ -1,10 +1,10 @@
-"""Ways of splitting a text into words before byte pairs are merged, by the names under
-`tokenizer.ggml.pre`: all that llama.cpp knows (`llama-vocab.cpp`). A way is a list of expressions,
-each of which splits what the ones before it left; text between matches is a word, too.
+"""Pre-tokenizers: they split a text into words before byte pairs are merged. Their names are those
+of `tokenizer.ggml.pre` in llama.cpp (`llama-vocab.cpp`). Each is a list of expressions that split
+what the previous ones left; text between matches is a word, too.
 
 Where llama.cpp's words differ from those of the family's tokenizer.json, the latter are followed:
-llama.cpp does not compose text, knows no capitals beyond ASCII (Kimi, Youtu: none) in the words of
-GPT-4o's kind, and leaves text before a number with its first digits (Trinity, Tiny Aya)."""
+llama.cpp does not normalize text to NFC, does not recognize non-ASCII capitals (Kimi, Youtu: any)
+in words like GPT-4o's, and joins text with the first digits after it (Trinity, Tiny Aya)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ def _cased(
     lines: str = r"[\r\n/]*",
 ) -> str:
     """The expression of GPT-4o and similar models, in which a capital begins a word. `apart`: a
-    script whose letters are no part of such words."""
+    script whose letters are not part of such words."""
     upper, lower = (
         f"{letters[:-1]}&&[^{apart}]]" if apart else letters for letters in (_UPPER, _LOWER)
     )
@@ -61,7 +61,7 @@ def _cased(
 
 
 def _marked(spaces: str = rf"[\r\n]*|{_SPACES}") -> str:
-    """The last expression of DeepSeek V3 and similar models, in which a sign begins a word."""
+    """The last expression of DeepSeek V3 and similar models, where punctuation begins a word."""
     return (
         rf"{_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+|"
         rf" ?[\p{{P}}\p{{S}}]+{spaces}"
@@ -70,11 +70,11 @@ def _marked(spaces: str = rf"[\r\n]*|{_SPACES}") -> str:
 
 @dataclass(frozen=True)
 class Splitting:
-    """A way of splitting a text into words before tokenization."""
+    """A pre-tokenizer: how a text is split into words before tokenization."""
 
     expressions: Sequence[str]
     ignore_merges: bool = False  # a word that is a token is not split
-    composed: bool = False  # the text is brought into Unicode's composed form (NFC) first
+    composed: bool = False  # the text is normalized to NFC first
     begins: bool = False  # by default a text begins with the begin token
 
 
@@ -169,6 +169,6 @@ SPLITTINGS: Mapping[str, Splitting] = {
     ),
 }
 LETTERS = {"gemma4": True, "granite-embed-multi-311m": True, "sarvam-moe": False}
-"""Those of vocabularies of Gemma 4's kind -> whether each text begins with the begin token."""
+"""Names with vocabularies of Gemma 4's kind -> whether texts begin with the begin token."""
 ENCODERS = ("mmbert", "whitespace", "jina-v2-es", "jina-v2-de", "jina-v2-code")
-"""Those of encoders whose tokens also match a space before them, or that have no merges."""
+"""Names of encoders whose tokens also match a space before them, or that have no merges."""

@@ -125,7 +125,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def notes_of(folder: Path) -> list[str]:
-    """Return what is to be reported of a view's file when it is loaded."""
+    """Return the warnings about a view's file to print when it is loaded."""
     return [f"{files_of(folder)[0]}: {note}" for note in _mark(folder).get("notes", ())]
 
 

@@ -1,7 +1,7 @@
 """The tokenizer.json of a GGUF file's vocabulary: `gpt2`, byte-level with merges; `llama`,
 SentencePiece with scores; `gemma4`, a mix. Byte-level ones split a text into words by
-`tokenizer.ggml.pre` (`splittings.py`). Other kinds, unknown ways of splitting and keys that change
-a text in ways that are not known here are refused, since wrong tokens are silent."""
+`tokenizer.ggml.pre` (`splittings.py`). Other kinds, unknown pre-tokenizers and keys that change a
+text in unsupported ways are refused, since wrong tokens would go unnoticed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ PIECES = {"bos": 1, "eos": 2, "unknown": 0}  # ids that SentencePiece's files ne
 CHANGING = {
     "add_eos_token": "it ends every text with an end token",
     "add_sep_token": "it ends every text with a separator",
-    "remove_extra_whitespaces": "it drops spaces of a text",
-    "normalizer.lowercase": "it lowers a text's letters",
-    "normalizer.strip_accents": "it drops a text's accents",
+    "remove_extra_whitespaces": "it drops spaces",
+    "normalizer.lowercase": "it lowercases the text",
+    "normalizer.strip_accents": "it strips accents",
 }
-"""Keys that change a text or its tokens in a way that is not computed here, if they are true."""
+"""Keys that, if true, change a text or its tokens in a way that is not supported here."""
 FILLED = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -146,7 +146,7 @@ def read_vocabulary(model: Model) -> Vocabulary:
         if facts.flag(name, False):
             raise facts.refusal(f"{why} ({PREFIX}{name} is true)")
     if len(facts.get("precompiled_charsmap", ())):
-        raise facts.refusal(f"it replaces letters of a text ({PREFIX}precompiled_charsmap)")
+        raise facts.refusal(f"it replaces characters ({PREFIX}precompiled_charsmap)")
     content = {
         "version": "1.0",
         "truncation": None,
@@ -165,7 +165,7 @@ def _byte_level(facts: _Facts) -> tuple[dict[str, Any], bool]:
     name = str(facts.get("pre", ""))
     if name and name not in SPLITTINGS:
         why = "that of an encoder" if name in ENCODERS else "not known here"
-        raise facts.refusal(f"{PREFIX}pre, the way of splitting words, is {name[:50]!r}, {why}")
+        raise facts.refusal(f"{PREFIX}pre, the pre-tokenizer, is {name[:50]!r}, {why}")
     splitting = SPLITTINGS[name] if name else DEFAULT  # as in llama.cpp
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     splits = [_split(expression) for expression in splitting.expressions]
@@ -198,8 +198,8 @@ def _sentence_pieces(facts: _Facts) -> tuple[dict[str, Any], bool]:
 
 
 def _raw_pairs(facts: _Facts) -> tuple[dict[str, Any], bool]:
-    """Gemma 4's kind: merges over letters, with a sign for a space and lines apart. Where a text
-    begins with a token, it does so for any `add_bos_token`."""
+    """Gemma 4's kind: merges over letters, with a symbol for a space, and lines split off. If texts
+    begin with the begin token, they do so for any `add_bos_token`."""
     return {
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
         "pre_tokenizer": _split(r"[^\n]+|[\n]+"),
