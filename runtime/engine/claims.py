@@ -112,7 +112,7 @@ class Claims:
         client.sessions[submit.request] = running.session.number
         running.delivery.ahead = self.ahead(submit, running.session)
         running.delivery.fingerprint = ""
-        running.told_ns = None
+        running.last_sent_ns = None
 
     def missed(
         self, submit: Submit, entry: StoredReply, session: Session | None
@@ -140,8 +140,8 @@ class Claims:
         """Yield the messages for an ended reply."""
         assert entry.finished is not None
         yield from self.missed(submit, entry, None)
-        told = {"epoch": self._shared.service.epoch, "request": submit.request, "spans": ()}
-        yield entry.finished.model_copy(update=told)
+        fields = {"epoch": self._shared.service.epoch, "request": submit.request, "spans": ()}
+        yield entry.finished.model_copy(update=fields)
 
     # -- replies that do not run -------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.acts import Acts, EngineState, Outcome
 from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.client_requests import ClientRequests, observe
-from dovetail.runtime.engine.faults import aside, reraise_exits, told
+from dovetail.runtime.engine.faults import aside, one_line, reraise_exits
 from dovetail.runtime.engine.outgoing import Later, Outgoing
 from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.engine.running import Census, RunningRequest
@@ -245,7 +245,7 @@ class Coordinator:
             except BaseException as error:
                 reraise_exits(error)
                 log.exception("the change of workers is abandoned")
-                aside(self._changes.break_off, told(error))
+                aside(self._changes.break_off, one_line(error))
         if self._rebalancing.under_way:
             self._rebalance(partial(self._rebalancing.step, changing=self._changes.under_way))
 
@@ -268,7 +268,7 @@ class Coordinator:
         except BaseException as error:
             reraise_exits(error)
             log.exception("recording has stopped")
-            self.decide(f"recording has stopped because the recorder failed: {told(error)}")
+            self.decide(f"recording has stopped because the recorder failed: {one_line(error)}")
             self._recorder = None
 
     # -- due and deferred work ---------------------------------------------------------------------
@@ -360,11 +360,11 @@ class Coordinator:
     def idle(self) -> bool:
         return not self._running and not len(self._shared.queue)
 
-    def supervised(self, told: Supervised) -> None:
+    def supervised(self, report: Supervised) -> None:
         """Handle the supervisor's report of the other parts."""
-        self.service.supervised, self.service.supervised_ns = told, self.now_ns()
-        if told.ending:
-            self.service.given_up, self.service.ending = told.ending, True
+        self.service.supervised, self.service.supervised_ns = report, self.now_ns()
+        if report.ending:
+            self.service.given_up, self.service.ending = report.ending, True
             self._moving.resettle()
             self._conclude()
 

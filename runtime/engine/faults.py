@@ -20,7 +20,7 @@ def reraise_exits(error: BaseException) -> None:
         raise error
 
 
-def told(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Describe an exception in a few words on one line."""
     try:
         words = " ".join(str(error)[:1000].split())[:300]
@@ -32,7 +32,7 @@ def told(error: BaseException) -> str:
 def fault(error: BaseException) -> RequestError:
     """Return the message to a client for an internal error; the log has the details."""
     return RequestError(
-        "internal", f"the coordinator failed on this request ({told(error)}); see its log"
+        "internal", f"the coordinator failed on this request ({one_line(error)}); see its log"
     )
 
 

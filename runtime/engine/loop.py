@@ -183,10 +183,10 @@ def _listen(
 
     def read() -> None:
         nonlocal begun
-        said = os.read(pipe, 1 << 16)
-        if not said:
+        data = os.read(pipe, 1 << 16)
+        if not data:
             loop.remove_reader(pipe)
-        *lines, begun = (begun + said).split(b"\n")
+        *lines, begun = (begun + data).split(b"\n")
         for line in lines:
             heard(Supervised.model_validate_json(line))
 

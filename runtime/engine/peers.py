@@ -289,8 +289,8 @@ class Peers:
     def lose(self, worker: Worker, why: str) -> None:
         """Treat a connected worker as lost: it must drop its sessions and register again."""
         self._decide(f"{worker.whereabouts} {why}: it is considered lost")
-        anew = RequestError("session", f"this worker {why}: send Hello again")
-        self._post.reaches(worker.peer, refusal(self._service.epoch, anew))
+        error = RequestError("session", f"this worker {why}: send Hello again")
+        self._post.reaches(worker.peer, refusal(self._service.epoch, error))
         self.worker_lost(worker, why)
 
     def let_go(self, worker: Worker) -> None:

@@ -5,7 +5,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Submit
 from dovetail.protocol.noise import random_seed, session_key
 from dovetail.protocol.settings import misfit
-from dovetail.runtime.engine.faults import reraise_exits, told
+from dovetail.runtime.engine.faults import one_line, reraise_exits
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.request import Request, begun, check_ids, check_least, too_long
 
@@ -75,7 +75,7 @@ def attempt(submit: Submit, target: Worker, client: str = "") -> Request | Reque
     except BaseException as error:
         # a tokenizer is in effect a program from the checkpoint: a panic affects only this request
         reraise_exits(error)
-        return RequestError("internal", f"the prompt could not be read: {told(error)}")
+        return RequestError("internal", f"the prompt could not be read: {one_line(error)}")
 
 
 def _prompt(submit: Submit, target: Worker) -> tuple[int, ...]:

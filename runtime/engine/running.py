@@ -151,9 +151,9 @@ class RunningRequest:
     loss: Loss | None = None  # the loss of its target, while it waits for another
     losses: list[tuple[str, int] | None] = field(default_factory=list)
     """Targets lost since the last token: host and pid; None if the target returned."""
-    told_ns: int | None = None  # when its client was last sent a token
+    last_sent_ns: int | None = None  # when its client was last sent a token
     delivery: Delivery = field(default_factory=Delivery)
-    untold: deque[tuple[Action, int]] = field(default_factory=deque)
+    unsent: deque[tuple[Action, int]] = field(default_factory=deque)
     """Actions and times for client and observers, delivered after the commands."""
     done: Round | None = None  # the round that has ended, until the controller learns from it
     _prompts: int = 0  # the number of prompts sent to its workers when the round began
@@ -389,7 +389,7 @@ class RunningRequest:
             return 0
         return self.session.to_brief
 
-    def tell_round(self, at_ns: int) -> None:
+    def report_round(self, at_ns: int) -> None:
         """Report the round that ended at this time, if any, to observers."""
         ended, self.session.ended = self.session.ended, None
         if ended is not None and self.observing is not None and not self.trial:

@@ -85,7 +85,7 @@ class Sessions:
         """Send commands to workers first, so that they begin; messages to clients and observers,
         and learning, wait for `settle`, except at the end of the session."""
         if actions and not isinstance(actions[0], Ask):
-            running.untold.extend((action, running.mark_ns) for action in actions)
+            running.unsent.extend((action, running.mark_ns) for action in actions)
             self._unsettled.append(running)
         over = running.session.state is State.DONE
         if over:
@@ -110,27 +110,27 @@ class Sessions:
         """Write committed tokens to the journal before they are sent to clients."""
         for running in requests:
             delivery = running.delivery
-            if delivery.ticket and delivery.noted < len(running.untold):
-                new = islice(running.untold, delivery.noted, None)
+            if delivery.ticket and delivery.noted < len(running.unsent):
+                new = islice(running.unsent, delivery.noted, None)
                 emits = [action for action, _ in new if isinstance(action, Emit)]
                 aside(journal.committed, delivery.ticket, emits, running.session)
-                delivery.noted = len(running.untold)
+                delivery.noted = len(running.unsent)
         journal.write()
 
     def _settle(self, running: RunningRequest) -> None:
         if self._shared.journal is not None:
             self._note(self._shared.journal, [running])
         try:
-            if running.untold:
-                running.tell_round(running.untold[0][1])
-            while running.untold:
-                action, at_ns = running.untold.popleft()
+            if running.unsent:
+                running.report_round(running.unsent[0][1])
+            while running.unsent:
+                action, at_ns = running.unsent.popleft()
                 running.delivery.noted = max(0, running.delivery.noted - 1)
                 if not isinstance(action, Ask | NextRound):
                     self._tell(running, action, at_ns)
             running.learn()
         except BaseException:
-            running.untold.clear()
+            running.unsent.clear()
             raise
 
     def _tell(self, running: RunningRequest, action: Action, at_ns: int) -> None:
@@ -156,9 +156,9 @@ class Sessions:
             self._finish(running, action)
 
     def _emit(self, running: RunningRequest, emit: Emit, at_ns: int) -> None:
-        if running.told_ns is not None and not running.trial:
-            self._shared.changes.paused(at_ns - running.told_ns)
-        running.told_ns = at_ns
+        if running.last_sent_ns is not None and not running.trial:
+            self._shared.changes.paused(at_ns - running.last_sent_ns)
+        running.last_sent_ns = at_ns
         if (left := running.delivery.left_of(emit)) is None:
             return
         emit, fingerprint = left, running.session.fingerprint
@@ -287,7 +287,7 @@ class Sessions:
 
     def drop(self, running: RunningRequest) -> None:
         """Close an unneeded session, here and on its workers, whatever its state."""
-        running.untold.clear()
+        running.unsent.clear()
         running.done = None
         aside(self._forget, running)
         aside(running.give, running.session.abandon)

@@ -480,7 +480,7 @@ class Changes:
         if running.target is not change.old or running.loss is not None:
             opens = running.session.state in (State.WAITING, State.OPENING)
             # until the next token, which ends the pause for its client
-            moves = (running.told_ns or 0) < change.asked.get(running.session.number, 0)
+            moves = (running.last_sent_ns or 0) < change.asked.get(running.session.number, 0)
             return "coming" if opens or moves else "over"
         begun = running.session.state in (State.DRAFTING, State.VERIFYING)
         return "movable" if begun and self._refuge(change, running) is not None else "held"

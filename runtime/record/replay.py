@@ -28,7 +28,7 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.runtime.control.rounds import Plan
-from dovetail.runtime.engine.faults import reraise_exits, told
+from dovetail.runtime.engine.faults import one_line, reraise_exits
 from dovetail.runtime.record.recorder import MAX_WORDS, STEPS, outline
 from dovetail.runtime.record.recording import Entry, From, Joined, Recording, Said, Step
 from dovetail.runtime.session.actions import Action, Ask, Emit, Note, Score
@@ -163,7 +163,7 @@ class Replay:
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UserError(
                 f"{self.recording.path} is damaged: its entry {1 + self._place} cannot be replayed "
-                f"({told(error)})"
+                f"({one_line(error)})"
             ) from error
         return self.difference
 
@@ -364,8 +364,8 @@ def _session(recording: Recording) -> Session:
 
 def whole(action: Action) -> tuple[Any, ...]:
     """Return the recorded form of an action with its whole command."""
-    told = outline(action)
-    return (*told, tuple(encode(action.command))) if isinstance(action, Ask) else told
+    fields = outline(action)
+    return (*fields, tuple(encode(action.command))) if isinstance(action, Ask) else fields
 
 
 def _decoded(dialect: Dialect[Any], frames: Sequence[bytes]) -> Any:

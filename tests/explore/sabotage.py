@@ -57,7 +57,7 @@ SABOTAGED = (
             "left",
             "waits",
             "awaits",
-            "tell_round",
+            "report_round",
             "round_ended",
             "interrupted",
             "over",

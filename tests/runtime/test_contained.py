@@ -254,7 +254,7 @@ def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.Mo
     [
         in_live(RunningRequest, "answered", KeyError("x")),
         in_live(RunningRequest, "left", KeyError("x")),
-        in_live(RunningRequest, "tell_round", Panic("x")),
+        in_live(RunningRequest, "report_round", Panic("x")),
         in_live(RunningRequest, "over", KeyError("x")),
         in_live(RunningRequest, "round_ended", KeyError("x")),
         in_live(RunningRequest, "awaits", KeyError("x")),
@@ -269,7 +269,7 @@ def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.Mo
     ids=[
         "answered",
         "left",
-        "tell_round",
+        "report_round",
         "over",
         "round_ended",
         "awaits",

@@ -73,11 +73,11 @@ class LookingBack:
         if ahead:
             where = tuple(torch.tensor(ahead, device=z.device).unbind(1))
             unpenalised = z[where]
-        if said := len(self._slots):
+        if count := len(self._slots):
             z.index_copy_(
                 1,
-                self._tokens[:said],
-                self._penalised(z.index_select(1, self._tokens[:said]), self._penalties[:said]),
+                self._tokens[:count],
+                self._penalised(z.index_select(1, self._tokens[:count]), self._penalties[:count]),
             )
         if ahead:
             penalties = torch.tensor(

@@ -1,7 +1,7 @@
 // Attention over the cache for the rows of several sessions.
 //
-// Keys and values lie in a cache as floats, halves or codes of 8 bits (K below), which are widened as they are loaded: everything is computed in floats. Of latents
-// a cache has rows alone: all of a row is a key, and its beginning the value of it.
+// Keys and values are cached as floats, halves or 8-bit codes (K below), and widened as they are loaded: everything is computed in floats. A cache of latents has
+// rows alone: a whole row is a key, and its beginning is the value.
 // A row sees logical positions 0 .. n - 1: the slots of the prefix, then those of its path. Its bytes follow from these alone:
 //   score[p]  = one chain over d of fma(q[d], k[p][d]), times scale, soft-capped
 //   weight[p] = exp(score[p] - largest), summed with lane p mod 16, and then that of the head's sink, which has no value
@@ -49,8 +49,8 @@ struct Desk {
     int64_t stride, padded;
 };
 
-// Codes stand for blocks of BLOCK_OF_CODES numbers of a head, the last of which may be shorter: a number is its code times the scale of its block, which is the upper half
-// of a float, so that the product is exact. Behind a head's codes stand the lower and the upper byte of each scale; in blocks of keys, sixteen of each side by side.
+// Codes come in blocks of BLOCK_OF_CODES numbers of a head, the last of which may be shorter: a number is its code times the scale of its block, which is the upper half
+// of a float, so that the product is exact. A head's codes are followed by the lower and the upper byte of each scale; in blocks of keys, sixteen of each side by side.
 constexpr int64_t BLOCK_OF_CODES = 32;
 
 // How many K a head of n numbers takes.
@@ -139,7 +139,7 @@ static inline F16 scale_of_row(const int8_t* row, int64_t head_dim, int64_t d) {
     return set1(scale_from(p[0], p[1]));
 }
 
-// The same of sixteen keys side by side.
+// The same for sixteen keys side by side.
 static inline F16 scales_of_keys(const int8_t* keys, int64_t head_dim, int64_t d) {
     const uint8_t* p = (const uint8_t*)keys + (head_dim + d / BLOCK_OF_CODES * 2) * LANES;
     alignas(64) float scales[LANES];
@@ -155,14 +155,14 @@ static inline void decode_row(const int8_t* row, int64_t head_dim, int64_t from,
     }
 }
 
-// The n numbers of a head into a cache, in which they are `step` apart.
+// Writes the n numbers of a head to a cache, `step` apart.
 static inline void put_head(float* to, int64_t step, const float* x, int64_t n) {
     for (int64_t d = 0; d < n; d++) to[d * step] = x[d];
 }
 static inline void put_head(uint16_t* to, int64_t step, const float* x, int64_t n) {
     for (int64_t d = 0; d < n; d++) to[d * step] = nearest_half(x[d]);
 }
-// A scale is a 127th of the largest number of its block, rounded up. A block with a number that is none, or infinite, has no numbers.
+// A scale is a 127th of the largest number of its block, rounded up. The scale of a block with a NaN or an infinity is NaN.
 static inline void put_head(int8_t* to, int64_t step, const float* x, int64_t n) {
     const F16 infinite = set1(__builtin_inff());
     const auto size = [&](F16 a) { return where_less(abs(a), infinite, abs(a), infinite); };
@@ -245,7 +245,7 @@ static void lay_out_queries(const Unit<K>& u) {
     }
 }
 
-// `rows` rows of a head, or of sixteen heads' numbers side by side, as floats: what is not is widened where more than one tile reads it.
+// `rows` rows of a head, or of sixteen heads' numbers side by side, as floats: other types are widened if more than one tile reads them.
 static inline const float* widened(const float* numbers, int64_t, int64_t, int64_t, float*) { return numbers; }
 static inline const float* widened(const uint16_t* numbers, int64_t rows, int64_t width, int64_t tiles, float* panel) {
     if (tiles == 1) return nullptr;
@@ -412,7 +412,7 @@ static inline void value_tile(const Mix& mix, const Source& source, int64_t n, i
         ahead.fetch(p);
         const auto* row = source.at(p);
         F16 v[B];
-        [[maybe_unused]] F16 scale;  // of two of these vectors: d is a multiple of BLOCK_OF_CODES but for B = 1
+        [[maybe_unused]] F16 scale;  // of two of these vectors: d is a multiple of BLOCK_OF_CODES unless B = 1
 #pragma GCC unroll 8
         for (int b = 0; b < B; b++) {
             v[b] = whole ? widen(row + d + b * LANES) : widen_first(row + d + b * LANES, left);

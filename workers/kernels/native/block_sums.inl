@@ -127,9 +127,9 @@ static inline Codes codes_of(const char* codes) {
     }
 }
 
-// The entries of a codebook that a block names, as `fours` of blocks.h has them.
+// The codebook entries of a block, in the form of `fours` in blocks.h.
 #if defined(DT_AVX512)
-// Twice 32 words of a table, whose indices have BITS bits; those of F from the eighth on stand in `above`, of the first entry from bit FIRST on.
+// Looks up twice 32 words of a table by indices of BITS bits; bits of F's indices above the eighth are in `above`, those of the first entry from bit FIRST on.
 template <class F, int BITS, int FIRST>
 static DT_INLINE void words_at(const uint16_t* table, const __m512i (&index)[2], __m512i above, __m512i (&to)[2]) {
     if constexpr (BITS == 6) {
@@ -146,7 +146,7 @@ static DT_INLINE void words_at(const uint16_t* table, const __m512i (&index)[2],
     }
 }
 
-// Four entries, those two apart in the words of each output.
+// Four entries at a time; those two apart share the words of an output.
 template <class F, int ENTRY = 0>
 static DT_INLINE void entries_of(const char* codes, __m512i above, Codes* to) {
     if constexpr (ENTRY < dovetail::entries<F>()) {
@@ -173,7 +173,7 @@ static DT_INLINE void entries_of(const char* codes, Codes* to) {
     entries_of<F>(codes, above, to);
 }
 #else
-// Sixteen entries; at(lane) is the index of one. Loads of single entries are faster than the gathers of many processors.
+// Sixteen entries; at(lane) is the index of one. On many processors single loads are faster than gathers.
 template <class At>
 static DT_INLINE Codes entries_at(const uint32_t* fours, const At& at) {
 #if defined(DT_NEON)
@@ -195,7 +195,7 @@ static DT_INLINE Codes entries_at(const uint32_t* fours, const At& at) {
 #endif
 }
 
-// Indices of more than eight bits [entry][output]; `above` has the others of all entries of an output.
+// Indices of more than eight bits [entry][output]; `above` has the upper bits of all entries of an output.
 template <class F, int ENTRY = 0>
 static DT_INLINE void wide_indices(const char* codes, I16 above, uint32_t* to) {
     if constexpr (ENTRY < dovetail::entries<F>()) {
@@ -203,7 +203,7 @@ static DT_INLINE void wide_indices(const char* codes, I16 above, uint32_t* to) {
         const I16 moved = times_power(above, 8 - ENTRY * ABOVE);
         Codes high;
         memcpy(&high, &moved, sizeof high);
-        high = only(high, (1 << ABOVE) - 1);  // of all bytes but the second nothing is left
+        high = only(high, (1 << ABOVE) - 1);  // clears all bytes but the second
         I16 index;
         memcpy(&index, &high, sizeof index);
         store_int(to, iadd(index, input_of<ENTRY % 4>(load_codes(codes + 16 * (ENTRY / 4 * 4)))));

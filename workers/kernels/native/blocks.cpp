@@ -33,7 +33,7 @@ constexpr Book book(const char (&text)[COUNT], uint32_t base) {
 // A block of the file, one code a byte. Scales and minima are those of 32 inputs or of 16.
 struct Taken {
     uint8_t codes[256];
-    uint16_t indices[64];  // of a codebook; `codes` has their choices then, and 8 more for a minus
+    uint16_t indices[64];  // of a codebook; `codes` then has their choices, plus 8 for a minus
     uint16_t d, less;      // fp16
     uint8_t scales[16], minima[16];
 };
@@ -159,7 +159,7 @@ inline uint32_t word_at(const uint8_t* p) {
     return bits;
 }
 
-// Indices -> codes. `signs` has the bits of 8 inputs a byte.
+// Indices -> codes. `signs` has a bit for each input.
 template <class F>
 inline void choose(const uint8_t* signs, int count, Taken& to) {
     constexpr int EACH = entry_inputs<F>();
@@ -173,7 +173,7 @@ inline void choose(const uint8_t* signs, int count, Taken& to) {
 // Seven signs, and an eighth that makes the number of minuses even.
 inline uint8_t even_signs(uint32_t seven) { return static_cast<uint8_t>((seven & 127) | static_cast<uint32_t>(__builtin_parity(seven & 127)) << 7); }
 
-// Of 32 inputs a word with four times seven signs, and a scale.
+// For every 32 inputs, a word with four groups of seven signs and a scale.
 template <class F>
 inline void choose_even(const uint8_t* words, int apart, Taken& to) {
     uint8_t signs[32];

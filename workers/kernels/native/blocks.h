@@ -7,8 +7,8 @@
 // own behind those: of the fifth, bit j of a byte is that of step j; of the fifth and sixth, bytes 64 j .. hold steps j, j + 2, j + 4 and j + 6. Formats of 2 bits
 // have that plane alone, those of 3 the other behind it. Parts of plain numbers lie as packing.h says.
 //
-// IQ2 and IQ3 have indices of a codebook in place of codes: a byte of each for 8 or 4 inputs, byte 4 i + j of line l of output i is that of entry 4 l + j; then
-// the signs, a plane of one bit, and the bits of the indices above eight: of all entries of an output in a byte, or of IQ2_XS in four bits.
+// IQ2 and IQ3 have codebook indices in place of codes: a byte for every 8 or 4 inputs, where byte 4 i + j of line l of output i belongs to entry 4 l + j; then
+// the signs, a plane of one bit, and the bits of the indices above the eighth: one byte for all entries of an output, or four bits for IQ2_XS.
 #pragma once
 
 #include "packing.h"
@@ -24,9 +24,9 @@ enum Scales : int {
     BYTE,           // 16 s8, times d
     BYTE_AND_LESS,  // 16 u8, times d, and 16 u8, times dmin, that are taken away
     BYTES,          // 16 s8 of the first 16 inputs and 16 of the others, times d
-    BYTES_AND_LESS,  // 2 x 16 u8, times d, and 2 x 16, times dmin, that are taken away
-    NIBBLE,          // 16 u4 s, those of the outputs j and j + 8 in a byte, of (s + 1/2) d times the unit of the format
-    NIBBLES          // the same of the first 16 inputs, then of the others
+    BYTES_AND_LESS,  // 2 x 16 u8, times d, and 2 x 16, times dmin, to subtract
+    NIBBLE,          // 16 u4 s, outputs j and j + 8 in one byte, for (s + 1/2) d times the unit of the format
+    NIBBLES          // the same for the first 16 inputs, then for the others
 };
 
 constexpr int64_t scales_bytes(Scales s) {
@@ -60,7 +60,7 @@ struct MXFP4 { static constexpr int TYPE = 39, NUMBERS = 32, SIZE = 17, BITS = 4
 template <class F>
 constexpr bool signed_codes() { return F::MOST == 0; }
 
-// Of the index of a codebook; 0: codes stand for themselves. Inputs of an index, and bits of all indices of an output and block above eight.
+// Bits of a codebook index; 0: no codebook. Below: inputs per index, indices per block, and the bits above the eighth of all indices of an output and block.
 template <class F>
 constexpr int index_bits() {
     return F::TYPE == IQ2_XXS::TYPE || F::TYPE == IQ3_XXS::TYPE ? 8 : F::TYPE == IQ2_XS::TYPE || F::TYPE == IQ3_S::TYPE ? 9 : F::TYPE == IQ2_S::TYPE ? 10 : 0;
@@ -76,7 +76,7 @@ constexpr int high_bits() { return has_book<F>() ? (index_bits<F>() - 8) * entri
 template <class F>
 constexpr float unit_of() { return F::TYPE == IQ3_XXS::TYPE ? 0.5f : F::TYPE == IQ3_S::TYPE ? 2.0f : 0.25f; }
 
-// The entries of a codebook. A nibble has the choice of an input, of IQ2 with four times that of the input four behind it; `fours` has that of input j in byte j,
+// The entries of a codebook. A nibble is the choice of an input, for IQ2 plus four times that of the input four after it; `fours` has that of input j in byte j,
 // `words` those of the inputs 0, 2, 1 and 3 side by side.
 struct Book {
     uint16_t words[1024];
@@ -88,7 +88,7 @@ inline const Book& book_of() {
     return F::TYPE == IQ2_XXS::TYPE ? IQ2_XXS_BOOK : F::TYPE == IQ2_XS::TYPE ? IQ2_XS_BOOK : F::TYPE == IQ2_S::TYPE ? IQ2_S_BOOK : F::TYPE == IQ3_XXS::TYPE ? IQ3_XXS_BOOK : IQ3_S_BOOK;
 }
 
-// The numbers that codes stand for, those with a middle with it; null: they stand for themselves. Of codebooks: of a choice, and of 8 more with a minus.
+// The numbers that codes stand for, plus the MIDDLE if any; null: they stand for themselves. With a codebook: those of the choices, then of the same with a minus.
 alignas(16) constexpr int8_t IQ4_NUMBERS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 alignas(16) constexpr int8_t MXFP4_NUMBERS[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 alignas(16) constexpr int8_t IQ2_NUMBERS[16] = {72, 89, 107, 0, 72, 89, 107, 0, 56, 39, 21, 0, 56, 39, 21, 0};

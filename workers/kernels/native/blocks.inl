@@ -388,7 +388,7 @@ struct UnpackedBlock {
 };
 constexpr int64_t UNPACKED = 16;  // blocks at a time
 
-// The tiles from which on this is faster, for formats whose scales have scales; 0: it never is. Indices of a codebook are always unpacked so. (Zen 4, weights in the cache, at 64 rows: with AVX2 Q4_K 0.93 of
+// The tiles from which on this is faster, for formats whose scales have scales; 0: it never is. Codebook indices are always unpacked like this. (Zen 4, weights in the cache, at 64 rows: with AVX2 Q4_K 0.93 of
 // the time and Q6_K 0.84, with AVX-512 0.95; with VNNI it gains nothing, and neither do the codes of Q4_0 and Q8_0.)
 #if defined(DT_AVX2)
 constexpr int64_t SHARING = 4;

@@ -1,8 +1,8 @@
-// The codebooks of ggml's i-quants of two and three bits (ggml-common.h): an index there stands for 8 or 4 sizes side by side.
+// The codebooks of ggml's 2- and 3-bit i-quants (ggml-common.h): an index stands for 8 or 4 magnitudes side by side.
 //
-// An entry is a number whose digits in base 3 (IQ2) or 8 (IQ3), the lowest first, choose a size each: of 8, 25, 43; of 4, 12, 20, 28, 36, 44, 52, 62 (IQ3_XXS); of
-// 1, 3, ..., 15 (IQ3_S). The entries ascend: each letter is the difference to the next of them, A 0 to Z 25, a 26 to z 51, and a + before it adds 52.
-// `rows.py` reads this file, too.
+// An entry is a number whose digits in base 3 (IQ2) or 8 (IQ3), lowest first, each choose a magnitude: 8, 25, 43; 4, 12, 20, 28, 36, 44, 52, 62 (IQ3_XXS);
+// 1, 3, ..., 15 (IQ3_S). The entries ascend: each letter is the difference from the previous entry, A 0 to Z 25, a 26 to z 51, and each + before it adds 52.
+// `codebooks.py` reads this file, too.
 #pragma once
 
 namespace dovetail {

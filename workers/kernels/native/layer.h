@@ -7,8 +7,8 @@
 // Layers with latents have no keys there: a row's values are [capacity][head_dim], the latent and behind it the rotated key of all heads.
 // Sessions that begin alike may hold the rows of that beginning once: the slots below `shared` then lie in a cache of their own, of `shared_capacity` slots,
 // and the session's own cache begins with slot `shared`.
-// They are floats; or halves: what is computed of a row is then rounded to the nearest half, the even one of two, and held within the largest of them; or codes of 8 bits,
-// in the place of whose head_dim numbers stand 2 ceil(head_dim / 32) bytes of scales more (attention.inl).
+// They are floats; or halves: computed rows are then rounded to the nearest half, ties to even, and clamped to the largest one; or 8-bit codes, where the codes of a
+// head are followed by 2 ceil(head_dim / 32) bytes of scales (attention.inl).
 #pragma once
 
 #include "kernels.h"
@@ -89,8 +89,8 @@ struct Latent {
 };
 
 struct Layer {
-    int64_t before;        // the numbers of a row's keys of the layers that stand before this one in a cache
-    int64_t codes_before;  // and the bytes that they take as codes
+    int64_t before;        // the numbers that a row's keys take in the layers before this one in a cache
+    int64_t codes_before;  // the bytes that they take as codes
     int32_t hidden, heads, kv_heads, head_dim, intermediate;
     int32_t rotary_dim;  // how many of head_dim are rotated; 0: none
     int32_t window;      // a position sees itself and window - 1 before it; 0: all
