@@ -78,7 +78,7 @@ class SplitSettings(Frozen):
         "its own memory",
     )
     parts: Literal["layer", "mixer"] = Field(
-        "layer", description="deprecated, for one more release: mixer sets experts_on_cpu"
+        "layer", description="deprecated, kept for one release: mixer sets experts_on_cpu"
     )
 
     @property

@@ -57,13 +57,13 @@ SPAN_OF: dict[Account, str] = {
 """Names in a trace for the time between two answers."""
 
 MOST_LOSSES = 3
-"""The most targets whose processes may end while computing one session without a token in
+"""At most this many targets' processes may end while computing one session, without a token in
 between."""
 MOST_BREAKS = 12
-"""The most targets that may be lost like this for any reason: usually the connection is at
+"""At most this many targets may be lost like this for any reason: usually the connection is at
 fault."""
 JOIN_WORTH = 16
-"""The fewest tokens to come for which a draft prefills the log of a running session."""
+"""A draft prefills the log of a running session only for at least this many tokens to come."""
 RUNNING = State.DRAFTING, State.VERIFYING, State.BETWEEN
 AWAITED: dict[State, tuple[type[Message], ...]] = {
     State.OPENING: (Open, Read),

@@ -35,7 +35,7 @@ from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
 """A pass waits at most 1.5 times the expected drafting time plus 0.2 ms."""
-LATE = 0.25  # an overdue proposal is expected to take this share of its elapsed time longer
+LATE = 0.25  # an overdue proposal is expected after this further share of its elapsed time
 BURST_S = 0.02  # requests within this time are treated as a burst
 
 log = logging.getLogger("dovetail.coordinator")

@@ -141,7 +141,7 @@ class WorkerEvents:
         )
 
     def _part_read(self, worker: Worker, event: Reading, now_ns: int, size: int) -> None:
-        """Note that a chunk of a log was prefilled; the rest, if wanted, waits for its turn."""
+        """Note that a chunk of a log was prefilled; the rest, if needed, waits for its turn."""
         running = self._running.get(event.session)
         worker.stuck &= event.session not in worker.turns.owed
         unwanted = unwanted_by(worker, event.session)
@@ -314,7 +314,7 @@ class WorkerEvents:
 
     def _relieve(self, running: RunningRequest) -> None:
         """Drop a draft that has been idle for so long that it would have too much to catch up
-        with."""
+        on."""
         if running.session.state is not State.DONE:
             self._acts.decide(
                 f"session {running.session.number} drops its draft: "

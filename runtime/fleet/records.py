@@ -35,7 +35,7 @@ class PairRecords:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            text = "%s cannot be read (%s): what drafting gains is learned again"
+            text = "%s cannot be read (%s): drafting costs are learned again"
             log.warning(text, self._file(key), error)
             return None
         return record
@@ -47,7 +47,7 @@ class PairRecords:
             keep_sealed(self._file(key), key, json.dumps(record), MOST_KEPT)
         except OSError as error:
             if not self._refused:
-                text = "what drafting gains cannot be saved in %s (%s): every start learns it again"
+                text = "drafting costs cannot be saved in %s (%s): every start learns them again"
                 log.warning(text, self._folder, error.strerror or error)
             self._refused = True
 

@@ -36,7 +36,7 @@ class Design:
     context: int
     mixture: Mixture = DENSE
     experts: Shapes = ()  # those of experts alone, which are the last of `shapes`
-    mix: str = ""  # the types of numbers of a GGUF file, in words
+    mix: str = ""  # a description of the number types of a GGUF file
     blocks_bytes: int = 0  # the bytes of its matrices as blocks; 0 if they are not in blocks
     uncoded: str = ""
     """The parts of its layers that levels of fixed shapes on a GPU do not cover; empty: none."""

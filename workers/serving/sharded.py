@@ -15,7 +15,7 @@ SHARDED = "a target over memory nodes"
 def begin_shards(wanted: Sequence[Shard]) -> None:
     """Spread all models loaded later over these shards. Raises `UserError` without kernels."""
     if why := kernels.why_not():
-        raise UserError(f"{SHARDED} (target.numa = 'shard') is computed by the kernels: {why}")
+        raise UserError(f"{SHARDED} (target.numa = 'shard') needs the kernels: {why}")
     shards.set_shards(wanted)
 
 
@@ -27,7 +27,7 @@ def settle_target(model: LanguageModel) -> str:
         return ""
     if model.backend != "kernels":
         raise UserError(
-            f"{SHARDED} (target.numa = 'shard') is computed by the kernels, and torch computes "
+            f"{SHARDED} (target.numa = 'shard') needs the kernels, but torch computes "
             f"{model.checkpoint.source}, because {model.choice}: leave it out"
         )
     shards.settle()

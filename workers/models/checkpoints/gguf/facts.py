@@ -44,7 +44,7 @@ EQUAL = {
 EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 """An architecture uses the one for its kind of norms; converters write both."""
 WINDOW = "attention.sliding_window"
-PARALLEL = ("phi2", "cohere2")  # attention and MLP read the same input, for any key in llama.cpp
+PARALLEL = ("phi2", "cohere2")  # attention and MLP are parallel; llama.cpp reads no key for it
 LARGEST = 1 << 32  # the largest whole number in a file's architecture, which has 32 bits
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"

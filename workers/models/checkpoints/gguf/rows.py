@@ -94,7 +94,7 @@ def iq2_s(block: Tensor) -> Tensor:
 
 
 def iq3_xxs(block: Tensor) -> Tensor:
-    """For every 32 numbers: eight indices, and stored apart four groups of seven signs, a scale."""
+    """Eight indices for every 32 numbers; stored apart: four groups of seven signs, and a scale."""
     words = block[:, 66:].contiguous().view(torch.int32)
     return chosen("IQ3_XXS", block[:, 2:66], _sevens(words), _odd(words >> 28 & 15, block, 0.5))
 
