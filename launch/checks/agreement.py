@@ -100,8 +100,12 @@ def compare(
 ) -> Agreement:
     """Compare scores of tokens[1:], of which the last `replied` were chosen greedily, with
     reference logits [part, V] of all tokens, one part after the other."""
-    exact = ("fp32", "half", "file-fp32") if cache in ROUNDED_CACHE else ()
-    rounded = {**dict.fromkeys(exact, ROUNDED_CACHE[cache]), **MEAN}
+    rounded = MEAN
+    if cache in ROUNDED_CACHE:
+        rounded = {
+            **dict.fromkeys(("fp32", "half", "file-fp32"), ROUNDED_CACHE[cache]),
+            **MEAN,
+        }
     of_mean, tolerance = weights in rounded, rounded.get(weights, EXACT)
     largest = total = 0.0
     count, first = 0, None

@@ -160,8 +160,9 @@ class RunningRequest:
     _reading: bool = False  # True if one of them was prefilling then
 
     def search(self) -> SearchedLog | None:
-        """Return its log up to now if it has a look-up draft, else None."""
-        if self.draft is None or not self.draft.hello.looks_up:
+        """Return its log up to now if it has a look-up draft, else None. A trial asks its draft in
+        any case."""
+        if self.draft is None or not self.draft.hello.looks_up or self.trial:
             return None
         session = self.session
         if self.searched is None:

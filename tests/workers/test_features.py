@@ -78,7 +78,7 @@ def reference_states(model: Path, tokens: Tensor, taps: Sequence[int]) -> Tensor
 
 
 def test_states_are_those_that_transformers_computes(folder: Path, examples: Examples) -> None:
-    features = open_features(folder)
+    features = open_features([folder])
     assert (features.count, features.tokens, features.origin.row) == (12, examples.tokens, 4 * 256)
     for row, sample in zip(examples.rows, samples(features), strict=True):
         assert sample.taps is not None
@@ -105,7 +105,7 @@ def test_sequence_that_is_longer_than_a_pass_has_the_same_states(tmp_path: Path)
 def test_online_gives_the_same_numbers_as_the_store(
     folder: Path, examples: Examples, target: TargetStates
 ) -> None:
-    stored, online = open_features(folder), online_features(examples, target)
+    stored, online = open_features([folder]), online_features(examples, target)
     for one, other in zip(
         (stored, *stored.split(0.25)), (online, *online.split(0.25)), strict=True
     ):
@@ -117,7 +117,7 @@ def test_online_gives_the_same_numbers_as_the_store(
 
 @pytest.mark.parametrize("length", [7, 24, 400])
 def test_row_is_whole_sequences_one_behind_the_other(folder: Path, length: int) -> None:
-    features = open_features(folder)
+    features = open_features([folder])
     whole = list(samples(features))
     batch = features.batch(np.random.default_rng(1), 8, length)
     assert batch.tokens.shape == batch.sequence.shape == batch.g.shape[:2] == (8, length)
@@ -144,7 +144,7 @@ def test_row_is_whole_sequences_one_behind_the_other(folder: Path, length: int) 
 
 
 def test_every_token_comes_up(folder: Path) -> None:
-    features = open_features(folder)
+    features = open_features([folder])
     seen: set[tuple[int, ...]] = set()
     for step in range(200):
         batch = features.batch(np.random.default_rng([2, step]), 4, 8)
@@ -194,7 +194,7 @@ def test_killed_run_goes_on_where_the_last_shard_ended(
             stop,
         )
     with pytest.raises(UserError, match=f"holds 2 of {len(planned.shards)} shards"):
-        open_features(tmp_path / "killed")
+        open_features([tmp_path / "killed"])
     rest = Counting()
     found = store.begin(tmp_path / "killed", planned, examples)
     store.write(tmp_path / "killed", found, examples, rest)
@@ -247,12 +247,12 @@ def test_damaged_store_is_refused(examples: Examples, target: TargetStates, tmp_
     with (folder / "states-000001.bin").open("ab") as file:
         file.write(b"\0")
     with pytest.raises(UserError, match=r"states-000001\.bin has \d+ bytes instead of \d+"):
-        open_features(folder)
+        open_features([folder])
     (folder / "index.json").write_text("{}")
     with pytest.raises(UserError, match="not an index of features"):
-        open_features(folder)
+        open_features([folder])
     with pytest.raises(UserError, match="holds no features"):
-        open_features(tmp_path)
+        open_features([tmp_path])
 
 
 def test_taps_are_those_of_eagle3_unless_named() -> None:
