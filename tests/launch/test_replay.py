@@ -23,7 +23,7 @@ from dovetail.protocol.messages import (
     Verified,
 )
 from dovetail.runtime.record.recorder import Recorder
-from dovetail.runtime.record.recording import Recording, read_recording
+from dovetail.runtime.record.recording import Recording, Step, read_recording
 from dovetail.runtime.record.replay import Asked
 from replay.exchanges import Role, parts_of
 from replay.worker import Outcome, play
@@ -97,6 +97,11 @@ def recorded(
     return sorted(map(read_recording, folder.iterdir()), key=lambda found: found.begin.session)
 
 
+def requested_early(recording: Recording) -> bool:
+    """Return whether passes were requested before the last verdict arrived."""
+    return any(isinstance(e, Step) and e.name == "verify_early" for e in recording.entries)
+
+
 def rehearsed(recording: Recording, role: Role, player: Player) -> Outcome:
     return play(recording, parts_of(recording, role), role, player)
 
@@ -109,9 +114,12 @@ def test_a_target_that_does_the_same_is_found_to(
     tmp_path: Path, options: dict[str, Any], reads: Reads | None
 ) -> None:
     (recording,) = recorded(tmp_path, reads=reads, options=options)
-    outcome = rehearsed(recording, "target", a_target())
+    assert requested_early(recording) == ("speculate" in options)
+    player = a_target()
+    outcome = rehearsed(recording, "target", player)
     assert outcome.difference is None
     assert outcome.same_fingerprint
+    assert outcome.answers == len(player.asked), "a pass in vain behind the end is answered, too"
     assert outcome.tokens >= 20
 
 
@@ -123,11 +131,13 @@ def test_a_draft_that_does_the_same_is_found_to(tmp_path: Path, reads: Reads | N
     assert outcome.proposals == outcome.same_proposals > 3
 
 
+@pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("reads", [None, READS])
 def test_a_session_that_moved_is_played_to_one_worker_in_parts(
-    tmp_path: Path, reads: Reads | None
+    tmp_path: Path, reads: Reads | None, speculate: bool
 ) -> None:
-    (recording,) = recorded(tmp_path, lose=True, reads=reads)
+    (recording,) = recorded(tmp_path, lose=True, reads=reads, options={"speculate": speculate})
+    assert requested_early(recording) != speculate
     assert [part.peer.hello.name for part in parts_of(recording, "target")] == ["target", "another"]
     player = a_target()
     assert rehearsed(recording, "target", player).difference is None
@@ -240,7 +250,7 @@ def test_a_recording_that_could_not_be_written_is_told_by_the_command_that_asked
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["small", "dovetail", "ngram"])
+@pytest.mark.parametrize("draft", ["small", "dovetail", "ngram", "none"])
 def test_what_a_real_pair_did_is_done_again_by_each_of_its_workers(
     run: Run, tmp_path: Path, draft: str
 ) -> None:
@@ -254,6 +264,8 @@ def test_what_a_real_pair_did_is_done_again_by_each_of_its_workers(
     assert run("generate", *asked, "Tell me about a fox.").returncode == 0
     (path,) = (tmp_path / "made").iterdir()
     assert run("replay", str(path)).returncode == 0
-    for flags in (["--worker", "target"], ["--worker", "draft", "--draft", draft]):
+    assert draft != "none" or requested_early(read_recording(path))
+    to_draft = [] if draft == "none" else [["--worker", "draft", "--draft", draft]]
+    for flags in (["--worker", "target"], *to_draft):
         done = to_worker(str(path), *flags)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -67,13 +67,13 @@ def parts_of(recording: Recording, role: Role) -> Sequence[Part]:
         if entry.type == "out" and isinstance(command := _read(recording, entry), ASKED[role]):
             own = own_part(command, session) if isinstance(command, Verify) else command
             exchanges.append(Exchange(number, entry.at / 1e9, own))
-        elif (
-            entry.type == "in"
-            and exchanges
-            and not ended(last := exchanges[-1])
-            and answers(last.command, event := _read(recording, entry), session)
-        ):
-            exchanges[-1] = replace(last, answers=(*last.answers, event))
+        elif entry.type == "in":
+            event = _read(recording, entry)
+            for place in range(len(exchanges))[-2:]:  # the last may have been requested early
+                asked = exchanges[place]
+                if not ended(asked) and answers(asked.command, event, session):
+                    exchanges[place] = replace(asked, answers=(*asked.answers, event))
+                    break
     found = [
         Part(recording.peers[peer], tuple(exchanges))
         for peer, exchanges in parts.items()
