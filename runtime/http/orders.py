@@ -151,6 +151,9 @@ def _order(
     wishes = body.dovetail or Wishes()
     most = MAX_TOKENS if most < 0 else min(most, MAX_TOKENS)
     sampling = _sampling(body, target, defaults.sampling)
+    if body.min_tokens is None:  # a default, which must not refuse a short reply
+        least = min(sampling.min_tokens, most)
+        sampling = sampling.model_copy(update={"min_tokens": least})
     with _refusing("min_tokens"):
         check_least(sampling.min_tokens, most)
     seed = random_seed() if body.seed is None else body.seed % (1 << 63)

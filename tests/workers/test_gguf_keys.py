@@ -185,6 +185,17 @@ def test_a_key_that_changes_the_function_is_refused_with_its_value(
         config_of(tmp_path, "qwen2", {key: value})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tokenizer.ggml.precompiled_charsmap", 5), ("general.sampling.mirostat", [1, 2])],
+)
+def test_a_damaged_value_of_a_key_that_is_not_obeyed_is_refused(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(key)):
+        config_of(tmp_path, "llama", {key: value})
+
+
 @pytest.mark.parametrize(("kind", "value"), [("phi", True), ("cohere2", True), ("llama", False)])
 def test_the_order_of_attention_and_mlp_must_be_that_of_the_architecture(
     tmp_path: Path, kind: str, value: bool

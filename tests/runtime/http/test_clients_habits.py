@@ -228,6 +228,13 @@ def test_pages_of_an_allowed_origin_can_call_the_api_and_read_errors(shared: Api
     assert shared.client.options(CHATS, headers={"origin": "https://evil.example", **asks}).is_error
 
 
+def test_a_default_minimum_gives_way_to_a_request_for_a_shorter_reply(house: Backend) -> None:
+    with api(house.address, "--sampling.min_tokens=5") as server:
+        assert server.chat(max_tokens=2)["usage"]["completion_tokens"] == 2
+        asked = {"messages": MESSAGES, "max_tokens": 2, "min_tokens": 5}
+        assert server.refusal(CHATS, asked)["param"] == "min_tokens"
+
+
 def test_with_fit_false_a_length_beyond_the_context_is_refused_unless_the_request_has_fit(
     shared: Api,
 ) -> None:

@@ -114,7 +114,7 @@ def _sampling(facts: Facts) -> dict[str, Any]:
     """The sampling that a file recommends; a temperature of 0 is no sampling."""
     model = facts.model
     for key in ("xtc_probability", "mirostat"):
-        if value := model.facts.get(f"general.sampling.{key}"):
+        if np.any(value := model.facts.get(f"general.sampling.{key}")):
             raise facts.refusal(f"general.sampling.{key} is {str(value)[:50]}, not supported")
     found = {
         theirs: value

@@ -145,7 +145,7 @@ def read_vocabulary(model: Model) -> Vocabulary:
     for name, why in CHANGING.items():
         if facts.flag(name, False):
             raise facts.refusal(f"{why} ({PREFIX}{name} is true)")
-    if len(facts.get("precompiled_charsmap", ())):
+    if np.size(facts.get("precompiled_charsmap", ())):
         raise facts.refusal(f"it replaces characters ({PREFIX}precompiled_charsmap)")
     content = {
         "version": "1.0",
