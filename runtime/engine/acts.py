@@ -47,10 +47,10 @@ class Acts:
     reply: Callable[[ClientPeer, Message], None]
     unanswered: Callable[[ClientPeer, int | None, BaseException], None]
     """Report that its request failed because of a fault of the coordinator."""
-    unsaid: Callable[[ClientPeer, int | None, BaseException], None]
+    encode_failed: Callable[[ClientPeer, int | None, BaseException], None]
     """Fail its request after a message that could not be encoded; None: not about a request."""
     client_lost: Callable[[ClientPeer], None]
-    client_deaf: Callable[[ClientPeer], None]  # disconnect it, since it does not read
+    client_not_reading: Callable[[ClientPeer], None]  # disconnect it, since it does not read
     defer: Callable[[Callable[[], Outcome], Callable[[Outcome], None]], None]
     """Read a request in another thread, and continue with the outcome."""
 

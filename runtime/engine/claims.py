@@ -186,7 +186,7 @@ class Claims:
             known = claim.submit.told.fingerprint or (entry.fingerprint if entry else "")
             begun = claim.submit.told.tokens or (entry is not None and entry.tokens)
             wanted = f" with {known or 'the (unknown) fingerprint of its tokens'}" if begun else ""
-            text = f"within {most_s:.3g} s of the coordinator's start no target{wanted} registered"
+            text = f"no target{wanted} registered within {most_s:.3g} s of the coordinator's start"
             yield (
                 claim,
                 RequestError("worker_lost", f"{text}: start one and send the request again"),

@@ -174,8 +174,8 @@ class Coordinator:
         acts.forget_on, acts.free = sessions.forget_on, self._dispatch.next
         acts.join, acts.let_go = peers.join, peers.let_go
         acts.lose, acts.unreachable = peers.lose, peers.unreachable
-        acts.unanswered, acts.unsaid = peers.unanswered, peers.unsaid
-        acts.client_lost, acts.client_deaf = peers.client_lost, peers.client_deaf
+        acts.unanswered, acts.encode_failed = peers.unanswered, peers.encode_failed
+        acts.client_lost, acts.client_not_reading = peers.client_lost, peers.client_not_reading
         acts.send, acts.reply = post.to_worker, post.reply
         acts.defer, acts.decide = self._read_elsewhere, self.decide
 

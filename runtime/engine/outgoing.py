@@ -68,7 +68,7 @@ class Outgoing:
             return
         client.outbox.add(message)
         if client.outbox.bytes > MAX_BYTES_WAITING:
-            self._acts.client_deaf(client)
+            self._acts.client_not_reading(client)
         elif client.outbox.due(self.now_ns()):
             self.flush(client)
         elif client.outbox.remind():
@@ -113,7 +113,7 @@ class Outgoing:
                 self._acts.client_lost(client)
             except BaseException as error:
                 reraise_exits(error)
-                self._acts.unsaid(client, client.outbox.drop(), error)
+                self._acts.encode_failed(client, client.outbox.drop(), error)
                 continue
             return
 

@@ -227,7 +227,7 @@ class Peers:
                 self._tally.ended["cancelled"] += 1
                 self._sessions.drop(running)
 
-    def client_deaf(self, client: ClientPeer) -> None:
+    def client_not_reading(self, client: ClientPeer) -> None:
         """Free the sessions of a client that does not read, and notify it as soon as it reads."""
         words = (
             f"this client has read nothing while {len(client.outbox)} messages waited for it, "
@@ -319,7 +319,7 @@ class Peers:
             self._tally.ended["error"] += 1
         self._post.refuse(client, refusal(self._service.epoch, fault(error), request))
 
-    def unsaid(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
+    def encode_failed(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
         """Fail a request after a message of it could not be encoded."""
         log.error(
             "a message to client %s about request %s could not be sent",

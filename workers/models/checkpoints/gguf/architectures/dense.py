@@ -94,8 +94,8 @@ def rotation(facts: Facts, head: int) -> Configuration:
     if facts.architecture in ROTATED_IN_PART:  # for some, transformers has its own share
         found["partial_rotary_factor"] = rotated / head
     factor = facts.real("rope.scaling.factor", facts.real("rope.scale_linear", 1.0) or 1.0)
-    unsaid = "linear" if factor != 1.0 else "none"
-    kind = facts.text("rope.scaling.type", unsaid)
+    default = "linear" if factor != 1.0 else "none"
+    kind = facts.text("rope.scaling.type", default)
     if kind == "none":  # Hunyuan's, whose scaling is in its base
         facts.whole("rope.scaling.original_context_length", 0)
         if factor != 1.0:

@@ -25,8 +25,8 @@ LLAMA4_CHUNK = 8192  # positions of a chunk, and those after which queries grow 
 
 def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:
     """Return the expert settings that all of these have; `score`: the function for scores."""
-    unsaid = None if facts.architecture in SCORED else score
-    if (said := facts.whole("expert_gating_func", unsaid)) != score and (unsaid is None or said):
+    default = None if facts.architecture in SCORED else score
+    if (said := facts.whole("expert_gating_func", default)) != score and (default is None or said):
         raise facts.refusal(f"its experts are chosen by gating function {said}")
     return {
         "hidden_act": "silu",
@@ -149,8 +149,8 @@ def deepseek2(facts: Facts) -> Configuration:
         return _youtu(facts)
     corrected = any(name.endswith(".exp_probs_b.bias") for name in facts.tensors)
     sizes = facts.layers, facts.need("token_embd.weight").shape[0]
-    unsaid = SIGMOID if sizes in GLM_FLASH else SOFTMAX
-    score = facts.whole("expert_gating_func", NOTHING) or unsaid
+    default = SIGMOID if sizes in GLM_FLASH else SOFTMAX
+    score = facts.whole("expert_gating_func", NOTHING) or default
     if score not in (SOFTMAX, SIGMOID) or corrected != (score == SIGMOID):
         said = "with" if corrected else "without"
         raise facts.refusal(f"its experts are chosen by gating function {score} {said} corrections")
