@@ -175,7 +175,7 @@ def open_unified(
             threads=threads,
             profile=profile,
             memory=memory,
-            beside=BITS[weights],
+            bits=BITS[weights],
         )
 
     if device.is_cpu:  # made before the target is loaded, then shares the target's parts

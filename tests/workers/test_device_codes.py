@@ -220,7 +220,7 @@ def test_what_the_codes_take_is_left_to_them_of_a_limit(tmp_path: Path) -> None:
     memory, cpu = MemorySettings(vram=f"{limit}B"), open_device("cpu", 1)
     alone, beside = (
         spread_of(
-            TargetSettings(split=SplitSettings(device="cpu", layers=8)), memory, cpu, 1, beside=bits
+            TargetSettings(split=SplitSettings(device="cpu", layers=8)), memory, cpu, 1, bits=bits
         )
         for bits in (4, 8)
     )
@@ -237,6 +237,6 @@ def test_a_layer_that_stays_on_the_device_leaves_no_room_to_codes() -> None:
     trees = 8 * sizes.row * TREES_AHEAD * TREE_ROWS + level_bytes(sizes)
     memory = MemorySettings(vram=f"{needed_bytes(sizes, 8, 8, 'cpu') + trees}B")
     target = TargetSettings(split=SplitSettings(device="cpu", layers=8))
-    spread = spread_of(target, memory, open_device("cpu", 1), 1, beside=8)
+    spread = spread_of(target, memory, open_device("cpu", 1), 1, bits=8)
     assert spread is not None
     assert spread.stage(CONFIG, "fp16").places.count(Place.RESIDENT) == 8

@@ -126,7 +126,7 @@ def test_trees_that_share_a_pass_share_its_price() -> None:
 def test_rows_of_a_pass_that_is_made_in_any_case_cost_what_they_add() -> None:
     known = times(r1=1000, r2=1100)
     assert worth_expanding(trees(6e5, [0.2]), known) == [0]
-    assert worth_expanding(trees(6e5, [0.2]), known, beside=1) == [1]
+    assert worth_expanding(trees(6e5, [0.2]), known, others=1) == [1]
     assert worth_expanding([*trees(6e5, [0.2]), *trees(None, [1e-9])], known) == [1, 1]
 
 

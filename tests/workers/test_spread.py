@@ -69,13 +69,13 @@ def test_a_limit_of_the_hosts_memory_holds_where_a_device_only_reads_prompts() -
 def test_codes_of_a_substitute_beside_take_the_same_whatever_the_weights_are(weights: str) -> None:
     settings = TargetSettings(resident=0)
     cpu = open_device("cpu", 1)
-    spread = spread_of(settings, MemorySettings(vram="1GB"), cpu, 1, beside=4)
+    spread = spread_of(settings, MemorySettings(vram="1GB"), cpu, 1, bits=4)
     alone = spread_of(settings, MemorySettings(vram="1GB"), cpu, 1)
     assert spread is not None
     assert alone is not None
     assert spread.stage(CONFIG, weights).places == alone.stage(CONFIG, weights).places
     assert spread.demand is not None
-    tight = spread_of(settings, MemorySettings(vram="1257KB"), cpu, 1, beside=4)
+    tight = spread_of(settings, MemorySettings(vram="1257KB"), cpu, 1, bits=4)
     assert tight is not None
     with pytest.raises(SettingsError, match="cpu would need"):
         tight.stage(CONFIG, weights)

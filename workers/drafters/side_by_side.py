@@ -211,5 +211,5 @@ def worth_together(wanted: Sequence[Wanted], times: PassTimes) -> list[int]:
     """Return how many nodes of each tree the next pass should expand."""
     priced = [one.candidates for one in wanted if one.candidates is not None]
     free = sum(len(one.nodes) for one in wanted if one.candidates is None)
-    counts = iter(worth_expanding(priced, times, beside=free) if priced else ())
+    counts = iter(worth_expanding(priced, times, others=free) if priced else ())
     return [len(one.nodes) if one.candidates is None else next(counts) for one in wanted]

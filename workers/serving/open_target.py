@@ -43,12 +43,12 @@ def open_target_worker(
     threads: int,
     profile: Path | None = None,
     memory: MemorySettings = UNLIMITED,
-    beside: int = 0,
+    bits: int = 0,
     shards: Sequence[Shard] = (),
 ) -> TargetWorker:
     """Open a target worker with its model loaded on its device, or spread over several; raise
-    `UserError` for wrong settings. `profile`: the file of measurements on this machine. `beside`:
-    bits of the codes of a substitute on the same GPU, 0 for none. `shards`: the memory nodes over
+    `UserError` for wrong settings. `profile`: the file of measurements on this machine. `bits`:
+    those of the codes of a substitute on the same GPU, 0 for none. `shards`: the memory nodes over
     which it is spread on the CPU; empty if it is not spread."""
     device = open_device(settings.device, threads)
     spread = spread_of(
@@ -57,7 +57,7 @@ def open_target_worker(
         device,
         threads,
         () if profile is None else known_readings(settings, profile),
-        beside=beside,
+        bits=bits,
     )
     if settings.weights == "int8-per-tensor":
         print(

@@ -67,7 +67,7 @@ class Spread:
     """Bytes of the host's memory that it may take; None: no limit was set."""
     placement: Placement | None = None
     cache: str = "fp32"  # the type of keys and values
-    beside: int = 0
+    bits: int = 0
     """Bits of the codes of a substitute on the same device, for the layers that the device does not
     keep; 0 without a substitute."""
 
@@ -99,13 +99,13 @@ class Spread:
         demand = self.demand
         if demand is None:
             return all_on_cpu(sizes, self.host_room)
-        if self.beside and demand.device_bytes is not None:
+        if self.bits and demand.device_bytes is not None:
             whole = sizes_of(config, "half", self.cache)  # which give the number of weights
-            trees = coded_bytes(whole, "half", self.beside, resident=whole.layers)
+            trees = coded_bytes(whole, "half", self.bits, resident=whole.layers)
             demand = replace(
                 demand,
                 device_bytes=demand.device_bytes - trees,
-                codes=code_bytes(whole, "half", self.beside),
+                codes=code_bytes(whole, "half", self.bits),
             )
         return place_layers(sizes, demand)
 
@@ -191,10 +191,10 @@ def spread_of(
     threads: int,
     readings: Sequence[ReadingCosts] = (),
     *,
-    beside: int = 0,
+    bits: int = 0,
 ) -> Spread | None:
     """Return how a target on this device is spread; None if one device computes all of it.
-    `readings`: measured prompts in the profile file. `beside`: bits of the codes of a substitute
+    `readings`: measured prompts in the profile file. `bits`: those of the codes of a substitute
     that shares the device's layers, which are then kept one by one; 0 for none. Raises
     `SettingsError` for contradictory settings or a missing device."""
     split = settings.split
@@ -217,7 +217,7 @@ def spread_of(
         open_device(split.device, threads)
         if split.device
         else device
-        if (beside and _is_gpu(device)) or _has_layers(settings, memory, device)
+        if (bits and _is_gpu(device)) or _has_layers(settings, memory, device)
         else None
     )
     reader, reads_from = _reader(settings, threads, device, readings)
@@ -239,7 +239,7 @@ def spread_of(
         room,
         host_room=memory.ram_bytes,
         cache=settings.cached,
-        beside=beside,
+        bits=bits,
     )
 
 

@@ -60,9 +60,9 @@ LeftT = TypeVar("LeftT", bound=Left)
 class KeptSessions(Generic[LeftT]):
     """The logs and rows of ended sessions by their numbers, the oldest first."""
 
-    def __init__(self, most_tokens: int, beside: int = 0) -> None:
-        """`most_tokens`: of all logs together; each session counts for `beside` extra tokens."""
-        self._most_tokens, self._beside = most_tokens, beside
+    def __init__(self, most_tokens: int, extra: int = 0) -> None:
+        """`most_tokens`: of all logs together; each session counts for `extra` more tokens."""
+        self._most_tokens, self._extra = most_tokens, extra
         self._left: dict[int, LeftT] = {}
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class KeptSessions(Generic[LeftT]):
 
     def takes(self, tokens: int) -> bool:
         """Return whether a session of this many tokens can be kept."""
-        return tokens + self._beside <= self._most_tokens
+        return tokens + self._extra <= self._most_tokens
 
     def add(self, number: int, left: LeftT) -> None:
         """Keep a session for which `takes` holds, dropping the oldest ones to make room."""
@@ -83,7 +83,7 @@ class KeptSessions(Generic[LeftT]):
 
     @property
     def _taken(self) -> int:
-        return sum(len(other.log) + self._beside for other in self._left.values())
+        return sum(len(other.log) + self._extra for other in self._left.values())
 
     def hold(self, number: int, left: LeftT) -> None:
         """Keep an open session whose coordinator is lost, regardless of the limit, since its memory

@@ -31,12 +31,12 @@ def check_rows(rows: int, promised: int, row_bytes: int) -> None:
     if rows * row_bytes < CHECKED_BYTES or (room := read_room()) is None:
         return
     if (rows + promised) * row_bytes > room.size + room.swap:
-        beside = (
+        more = (
             f", open sessions may take {promised * row_bytes / 1e9:.3g} GB more" if promised else ""
         )
         raise RequestError(
             "memory",
-            f"keys and values of {rows} tokens take {rows * row_bytes / 1e9:.3g} GB{beside}, "
+            f"keys and values of {rows} tokens take {rows * row_bytes / 1e9:.3g} GB{more}, "
             f"but there are {room.size / 1e9:.3g} GB {room.bound}: "
             "ask for fewer tokens, or wait until others have ended",
         )

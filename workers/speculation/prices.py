@@ -70,13 +70,13 @@ class PassTimes:
             or 0.0
         )
 
-    def estimates_ns(self, rows: NDArray[np.intp], beside: int = 0) -> NDArray[np.float64]:
-        """Return how much longer passes take with this many rows in addition to `beside`."""
+    def estimates_ns(self, rows: NDArray[np.intp], others: int = 0) -> NDArray[np.float64]:
+        """Return how much longer passes take with this many rows in addition to `others`."""
         known = {
             rows_class(count): self.estimate_ns(count)
             for count in {1 << (most - 1).bit_length() for most in rows.tolist() if most}
         }
-        already_ns = self.estimate_ns(beside)
+        already_ns = self.estimate_ns(others)
         return np.array(
             [(known[rows_class(count)] if count else 0.0) - already_ns for count in rows.tolist()]
         )
@@ -114,19 +114,19 @@ class Candidates:
 
 
 def worth_expanding(
-    trees: Sequence[Candidates], times: PassTimes, *, beside: int = 0
+    trees: Sequence[Candidates], times: PassTimes, *, others: int = 0
 ) -> Sequence[int]:
     """Return how many nodes of each tree the next pass should expand: the numbers that together
     gain the most above the price of all their rows; none if nothing exceeds that price.
 
-    Nodes below the floor are never expanded; without a rate all others are. `beside`: other rows of
+    Nodes below the floor are never expanded; without a rate all others are. `others`: other rows of
     the pass, computed in any case. A second is worth the mean of the trees' rates."""
     gains = [tree.gains for tree in trees]
     counts = np.array([len(its) for its in gains])
     priced = [place for place, tree in enumerate(trees) if tree.price.rate is not None]
     for place, tree in enumerate(trees):
         if tree.price.rate is None and counts[place]:
-            beside += int(tree.rows[counts[place] - 1])
+            others += int(tree.rows[counts[place] - 1])
     if not any(counts[place] for place in priced):
         return [int(count) for count in counts]
     rate = sum(trees[place].price.rate or 0.0 for place in priced) / len(priced)
@@ -136,7 +136,7 @@ def worth_expanding(
         [np.diff(trees[place].rows[: counts[place]], prepend=0) for place in priced]
     )
     order = np.argsort(-gained, kind="stable") if len(priced) > 1 else np.arange(len(gained))
-    costs = rate * 1e-9 * (times.estimates_ns(beside + np.cumsum(rows[order]), beside))
+    costs = rate * 1e-9 * (times.estimates_ns(others + np.cumsum(rows[order]), others))
     worth = np.cumsum(gained[order]) - costs
     best = int(np.argmax(worth))
     taken = whose[order[: best + 1]] if worth[best] > 0.0 else whose[:0]
