@@ -19,7 +19,7 @@ log = logging.getLogger("dovetail.coordinator")
 MAX_BYTES_WAITING = 64 << 20
 """Bytes of messages queued for a client; one that falls further behind is disconnected."""
 MAX_FAREWELLS = 64
-"""The most removed clients with an undelivered farewell; beyond this the oldest are dropped."""
+"""Maximum number of removed clients with an undelivered farewell; the oldest are dropped."""
 
 Later = Callable[[float, Callable[[], None]], object]  # calls a function after this many seconds
 

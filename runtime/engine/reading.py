@@ -18,7 +18,7 @@ from dovetail.runtime.telemetry.metrics import extent_ns
 LATENCY = 3.0
 """The longest round with chunks, as a multiple of one without any, unless `latency_ms` is set: a
 prompt then has up to two thirds of the target's time while streams run."""
-LEAST_ROWS = 8  # the fewest rows of logs in a pass, so that prompts make progress under any bound
+LEAST_ROWS = 8  # minimum rows of logs in a pass, so that prompts make progress under any bound
 AT_ONCE = 4
 """The number of logs that share the rows of a chunk, so that a long prompt does not block short
 ones."""
@@ -87,7 +87,7 @@ def _rows_beside(
 
 
 def most_s(target: Worker, pass_s: float, latency_ms: float | Literal["auto"]) -> float:
-    """Return the most seconds of a pass with chunks; `pass_s`: its seconds without."""
+    """Return the maximum seconds of a pass with chunks; `pass_s`: its seconds without."""
     if latency_ms == "auto":
         round_s = max(pass_s, target.round_s.value)
         return LATENCY * round_s - (round_s - pass_s)

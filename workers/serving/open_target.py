@@ -31,8 +31,8 @@ from dovetail.workers.sessions.prefix_cache import affordable_tokens, room_token
 from dovetail.workers.target import Identity, TargetWorker
 
 MOST_WORDS = 200
-"""The most characters of the reason why torch computes a model, in summaries; the log has the full
-text."""
+"""Summaries have at most this many characters of the reason why torch computes a model; the log has
+the full text."""
 UNLIMITED = MemorySettings()
 
 

@@ -61,7 +61,7 @@ class Spread:
     demand: Demand | None  # the layers for a device; None: every layer is on the CPU
     device: Device | None  # the device of the layers that are not on the CPU
     reader: Device | None
-    reads_from: int  # the fewest rows of a prompt that the reader prefills
+    reads_from: int  # minimum number of prompt rows that the reader prefills
     room: int | None  # bytes of a device that the target may take in all; None: all free memory
     host_room: int | None = None
     """Bytes of the host's memory that it may take; None: no limit was set."""

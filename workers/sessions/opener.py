@@ -29,9 +29,9 @@ from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.speculation.sampling import LookingBack
 
 MAX_SESSIONS = 1024
-"""The most sessions of a target; memory is the real bound. A pass has trees of at most 64."""
+"""Maximum number of sessions of a target; memory is the real bound. A pass has up to 64 trees."""
 FEW_SESSIONS = 64
-"""The most sessions of a target over several devices, if it is not known how many fit."""
+"""Maximum number of sessions of a target over several devices, if it is unknown how many fit."""
 ReadingStep = Part | ScoredPart | Unread | First
 
 
@@ -41,8 +41,8 @@ class Opener:
     def __init__(
         self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
     ) -> None:
-        """`kept_tokens`: the most tokens of ended sessions that are kept. `reads_from`: the fewest
-        rows of a prompt for the model's prefill device, if it has one."""
+        """`kept_tokens`: the maximum number of kept tokens of ended sessions. `reads_from`: the
+        minimum number of prompt rows for the model's prefill device, if it has one."""
         self._model, self._spans, self._reads_from = model, spans, reads_from
         self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model.new_cache(0))
         self._sessions: dict[int, TargetSession] = {}

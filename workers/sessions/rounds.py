@@ -3,7 +3,7 @@
 A command carries its round and the committed length that it assumes. Rounds are consecutive per
 worker, except for those without this worker, whose tokens are sent along. So a command is the next
 one, or stale (late or sent twice: dropped and counted), or wrong (answered with Failed). Only the
-next one changes anything. Knows no models."""
+next one changes anything. Independent of models."""
 
 from collections.abc import Mapping
 from typing import TypeVar

@@ -9,8 +9,8 @@ and **every prefix of a best-first list is a tree**. A policy decides what is ex
 A node may have more children than the policies consider. All but the best `shown` children are
 *hidden* from them, with their subtrees; they are kept because one of them may become the next root.
 
-Letters: N nodes, K children, V vocabulary. Without model, cache (except for the rows of nodes) and
-clock."""
+Letters: N nodes, K children, V vocabulary. Independent of models, clocks and, except for the rows
+of nodes, caches."""
 
 import math
 from collections.abc import Sequence

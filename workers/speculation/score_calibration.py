@@ -16,7 +16,7 @@ to a draft: all sessions of an engine add to them.
 
 Outcomes are evaluated in small steps while the worker waits (`ScoreCalibration.learn`). Proposals
 only store references: `Expectations` keeps the rankings below the nodes of one session's tree until
-the root moves. Without model, messages and clock."""
+the root moves. Independent of models, messages and clocks."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -48,14 +48,14 @@ DEEPEST = 5
 CLASS_OF = np.array((0, 0, 1, 2, 2, 3), np.int32)
 """The depth class by level; the last one is for all levels from `DEEPEST` on."""
 WORK = 1 << 17
-"""The most exponentials in one call of `learn`, but at least one point of the grid: half a
+"""Maximum number of exponentials in a call of `learn`, but at least one point of the grid: half a
 millisecond of a core."""
 BACKLOG = 1 << 20
 """If more logits than this are waiting, whole rounds are skipped: skipping a part of one would
 favour hits or misses."""
 REMEMBERED = 1 << 22
-"""The most logits of one session's passes that are kept until the root moves, 16 MiB; further
-passes are ignored."""
+"""Maximum number of logits of a session's passes kept until the root moves, 16 MiB; further passes
+are ignored."""
 NO_CHILD = -1
 NEGLIGIBLE = -80.0
 """Smaller results become 0: subnormal float32 numbers take a processor eight times as long."""
