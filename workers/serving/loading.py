@@ -1,5 +1,5 @@
-"""Reports a worker's loading progress to its coordinator before it registers. Knows links and
-messages, no models."""
+"""Reports a worker's loading progress to its coordinator before it registers. Uses links and
+messages; independent of models."""
 
 import os
 import socket

@@ -13,7 +13,7 @@ from dovetail.workers.sessions.results import Part, Verdict
 from dovetail.workers.sessions.wire import narrowed
 
 PREFILL_ROWS = PROMPT_ROWS
-"""Rows of a prefill pass, unless weights stream; also the maximum features in a message."""
+"""Rows of a prefill pass unless weights stream, and the maximum number of features in a message."""
 MOST_WAITING = 64  # passes whose held rows are narrowed and joined at once
 
 
