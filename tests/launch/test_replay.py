@@ -119,7 +119,7 @@ def test_a_target_that_does_the_same_is_found_to(
     outcome = rehearsed(recording, "target", player)
     assert outcome.difference is None
     assert outcome.same_fingerprint
-    assert outcome.answers == len(player.asked), "a pass in vain behind the end is answered, too"
+    assert outcome.answers == len(player.asked), "a wasted pass beyond the end is answered, too"
     assert outcome.tokens >= 20
 
 

@@ -690,7 +690,7 @@ def test_a_worker_at_work_is_not_lost_however_long_it_takes() -> None:
     assert (end.request, list(end.result.token_ids)) == (request, continuation(PROMPT, 60))
 
 
-def test_a_pass_in_vain_after_the_end_of_a_reply_is_no_fault() -> None:
+def test_a_wasted_pass_after_the_end_of_a_reply_is_no_fault() -> None:
     house = House(draft=False, target=False)
     sharing = ROOMY.model_copy(update={"shares": True})
     house.target = target = house.add(CarefulTarget, "target", limits=sharing)

@@ -136,8 +136,8 @@ class RecordedTarget:
         return Verified(epoch=self._epoch, items=items, spans=self._spans.take(MAX_SPANS))
 
     def _verdict(self, item: VerifyItem) -> VerifiedItem:
-        """The recorded choices, as far down the tree as there are nodes for them. A pass behind the
-        end of a reply was requested in vain: it chooses the last token again, which is dropped."""
+        """The recorded choices, as far down the tree as there are nodes for them. A pass beyond
+        the end of a reply is wasted: it chooses the last token again, which is dropped."""
         reply = self._open[item.session]
         said = reply.tokens[item.prefix - len(reply.prompt) :] or reply.tokens[-1:]
         accepted: list[int] = []
