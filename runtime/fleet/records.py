@@ -6,16 +6,22 @@ import json
 import logging
 import socket
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.files import keep_sealed, read_sealed
 from dovetail.protocol.messages import Hello
 from dovetail.protocol.profile import machine_key
+from dovetail.runtime.control.on_off import Experience
+from dovetail.runtime.control.pairs import Pair
+from dovetail.runtime.costs.rounds import PairCosts
 
 log = logging.getLogger("dovetail.coordinator")
 
 FORMAT = 1  # raised when records of earlier releases must not be read
+KINDS = (Pair, PairCosts, Experience)
+"""Classes whose fields a record contains. One of a release with other fields is not read."""
 FOLDER = "pairs"
 MOST_KEPT = 256
 
@@ -56,7 +62,9 @@ class PairRecords:
 
     def _key(self, draft: Hello, target: Hello) -> str:
         machine, host = self._here
-        facts = [str(FORMAT), machine, str(target.fingerprint), target.placement, draft.weights]
+        names = " ".join(field.name for kind in KINDS for field in fields(kind))
+        facts = [str(FORMAT), names, machine, str(target.fingerprint), target.placement]
+        facts.append(draft.weights)
         for hello in (target, draft):
             away = "" if hello.host == host else hello.host
             facts += [away, hello.model, hello.device, hello.kernels]

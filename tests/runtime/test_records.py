@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from dovetail.protocol.files import cache_folder
 from dovetail.protocol.messages import Finished, Hello
+from dovetail.runtime.control.on_off import Experience
 from dovetail.runtime.fleet.records import FOLDER, PairRecords
 from support.stacks import started
 from support.timed import Costs, TimedHouse
@@ -86,6 +88,15 @@ def test_a_record_is_for_one_pair_and_one_that_is_damaged_or_anothers_is_learned
         file.write_bytes(content)
         assert records.find(hello("draft", model="small"), target) is None
         assert "learned again" in caplog.messages[-1]
+
+
+def test_a_record_of_a_release_that_learns_something_else_is_learned_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = hello("draft"), hello("target")
+    PairRecords(tmp_path).keep(*pair, {})
+    monkeypatch.setitem(Experience.__dataclass_fields__, "later", fields(Experience)[0])
+    assert PairRecords(tmp_path).find(*pair) is None
 
 
 def test_where_nothing_can_be_written_it_is_reported_once(
