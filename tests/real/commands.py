@@ -58,8 +58,8 @@ def start(file: Path, peer: str | None, runs: int, context: int, more: tuple[str
     """Measure seconds until a service with FILE is ready, and its memory after one reply.
 
     Prints the first start, with empty caches, and the median of RUNS further starts: seconds until
-    /health answers 200, and megabytes of proportional set size (PSS) by process. MORE are further
-    options of `dovetail serve`, behind `--`.
+    /readyz (of llama-server /health) answers 200, and megabytes of proportional set size (PSS) by
+    process. MORE are further options of `dovetail serve`, behind `--`.
     """
     with tempfile.TemporaryDirectory(prefix="dovetail-real-") as folder:
         given = own_places(folder)

@@ -74,15 +74,17 @@ def served(
 
 
 def is_ready(address: str) -> bool:
-    """Return whether a server is healthy and has loaded its model."""
-    try:
-        with DIRECT.open(f"{address}/health", timeout=5) as reply:
-            if reply.status != 200:
+    """Return whether a server answers requests."""
+    for path in ("readyz", "health"):  # llama-server has only the second
+        try:
+            with DIRECT.open(f"{address}/{path}", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
                 return False
-        with DIRECT.open(f"{address}/v1/models", timeout=5) as reply:
-            return bool(json.load(reply)["data"])
-    except (OSError, urllib.error.URLError, KeyError):
-        return False
+        except OSError:
+            return False
+    return False
 
 
 def ask(url: str, body: Mapping[str, Any]) -> Any:
