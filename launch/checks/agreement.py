@@ -4,6 +4,7 @@ The reference is `workers/models/parity/card.py`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.console.terminal import progress_bar
@@ -97,9 +98,11 @@ def compare(
     rows: Iterator[Any],
     weights: str,
     cache: str = "fp32",
+    suppressed: Sequence[int] = (),
 ) -> Agreement:
     """Compare scores of tokens[1:], of which the last `replied` were chosen greedily, with
-    reference logits [part, V] of all tokens, one part after the other."""
+    reference logits [part, V] of all tokens, one part after the other. `suppressed`: ids that the
+    target never chooses."""
     rounded = MEAN
     if cache in ROUNDED_CACHE:
         rounded = {
@@ -118,9 +121,9 @@ def compare(
             [own, *(abs(logprob - float(distribution[which])) for which, logprob in score.top)]
         )
         if position >= len(tokens) - replied and not of_mean:
-            difference = max(
-                difference, float(distribution.max() - distribution[token])
-            )  # choices differ where the reference prefers another token
+            # choices differ where the reference prefers another token
+            distribution[[one for one in suppressed if 0 <= one < len(distribution)]] = -inf
+            difference = max(difference, float(distribution.max() - distribution[token]))
         largest, total, count = max(largest, difference), total + own, count + 1
         if first is None and not (own if of_mean else difference) <= tolerance:
             first = position
@@ -139,6 +142,7 @@ def agreement_of(
     """Compare the target of a connection, on a text made of prompts; `text_tokens`: their number,
     None to choose it by the configuration."""
     from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+    from dovetail.workers.models.checkpoints.choices import suppressed_in
     from dovetail.workers.models.checkpoints.composite import text_part
     from dovetail.workers.models.checkpoints.files import read_json
     from dovetail.workers.models.parity.card import reference_logits
@@ -176,6 +180,7 @@ def agreement_of(
             reference_logits(replace(checkpoint, context=context), whole, context, tell),
             weights_of(target),
             cache_of(target),
+            suppressed_in(checkpoint.folder, checkpoint.vocabulary.end),
         )
     except UnprovableError as error:
         return Agreement(why=str(error))

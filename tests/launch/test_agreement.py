@@ -124,6 +124,14 @@ def test_a_choice_that_the_reference_would_not_make_is_found_though_its_score_is
     assert compare(tokens, scores, 2, iter([laws[:2], laws[2:]]), "half").first == 2
 
 
+def test_a_token_that_the_target_never_chooses_is_not_the_references_choice_either() -> None:
+    laws = torch.tensor([[3.0, 9.0, 1.0]])
+    score = TokenLogprobs(logprob=float(laws[0].log_softmax(-1)[0]), top=((1, -0.0028),))
+    assert compare([2, 0], [score], 1, iter([laws]), "fp32").first == 1
+    assert compare([2, 0], [score], 1, iter([laws]), "fp32", suppressed=(-1, 1, 3)).ok
+    assert compare([2, 0], [score], 1, iter([laws]), "fp32", suppressed=(0, 1)).first == 1
+
+
 @pytest.mark.parametrize("weights", ["fp32", "half", "file-fp32"])
 def test_of_exact_weights_with_rounded_keys_and_values_the_mean_difference_is_bounded(
     weights: str,
