@@ -666,6 +666,12 @@ def test_parts_of_a_split_file_are_one_model_and_a_missing_one_is_named(tmp_path
     assert (
         open_checkpoint(str(parts[1])).tensors.keys() == open_checkpoint(str(file)).tensors.keys()
     )
+    twice = next(p.name for p in read_model(parts[1]).heads[0].tensors if "blk.0" in p.name)
+    whole = parts[1].read_bytes()
+    parts[1].write_bytes(whole.replace(twice.replace("0", "1").encode(), twice.encode()))
+    with pytest.raises(CheckpointError, match=f"its parts have the tensor {twice} twice"):
+        read_model(parts[1])
+    parts[1].write_bytes(whole)
     parts[0].rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(CheckpointError, match=r"m-00001-of-00002\.gguf is missing"):
         read_model(parts[1])

@@ -4,6 +4,7 @@ and offset is checked, so that damaged and forged files end in an error."""
 
 import mmap
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -253,9 +254,12 @@ def read_model(file: Path, *, texts: bool = True) -> Model:
     for head in heads:
         _refuse_places(head)
     names = [place.name for head in heads for place in head.tensors]
+    if len(set(names)) != len(names):
+        [(twice, _)] = Counter(names).most_common(1)
+        raise CheckpointError(f"{file}: its parts have the tensor {twice[:100]} twice; {AGAIN}")
     counted = heads[0].facts.get("split.tensors.count", len(names))
-    if len(set(names)) != len(names) or (len(heads) > 1 and counted != len(names)):
-        text = f"it has {len(names)} tensors, {len(set(names))} names, and not {str(counted)[:50]}"
+    if len(heads) > 1 and counted != len(names):
+        text = f"its parts have {len(names)} tensors, not {str(counted)[:50]}"
         raise CheckpointError(f"{file}: {text}; {AGAIN}")
     return Model(heads)
 
