@@ -236,7 +236,9 @@ class TorchEngine:
         """Choose the attention over 16-bit keys and values before a capture. Raises `SettingsError`
         for codes."""
         if dtype == CODES:
-            raise SettingsError(f"{self.device} has no 8-bit keys and values: use half")
+            raise SettingsError(
+                f"{self.device} has no 8-bit keys and values: use target.cache half"
+            )
         if self.products is not None and self._masks and dtype == HALF:
             self.products.owner(CONTEST)
 
