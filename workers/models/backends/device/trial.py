@@ -21,9 +21,9 @@ CONTESTS = (
 def here(device: str, name: str) -> bytes | str:
     """Prove and measure a comparison's functions in this process; as `trying.tried`."""
     contest = next(one for one in CONTESTS if one.name == name)
-    opened = open_device(device, 1)
-    place = opened.torch_device
     try:
+        opened = open_device(device, 1)
+        place = opened.torch_device
         program = choice.products_on(place).functions(contest.source)
         if isinstance(program, str):
             return program
