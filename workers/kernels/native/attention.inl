@@ -245,7 +245,7 @@ static void lay_out_queries(const Unit<K>& u) {
     }
 }
 
-// `rows` rows of a head, or of sixteen heads' numbers side by side, as floats: other types are widened if more than one tile reads them.
+// `rows` rows of a head, or blocks of sixteen keys, as floats: other types are widened if more than one tile reads them.
 static inline const float* widened(const float* numbers, int64_t, int64_t, int64_t, float*) { return numbers; }
 static inline const float* widened(const uint16_t* numbers, int64_t rows, int64_t width, int64_t tiles, float* panel) {
     if (tiles == 1) return nullptr;

@@ -328,7 +328,7 @@ constexpr int middle_of() { return dovetail::signed_codes<F>() ? SIGNED_MIDDLE :
 constexpr int power_of(int middle) { return middle <= 1 ? 0 : 1 + power_of(middle / 2); }
 
 #if DT_PAIRS
-// So many steps fit into sums of pairs in 16 bits.
+// How many steps fit into sums of pairs in 16 bits.
 template <class F>
 constexpr int together() { return dovetail::signed_codes<F>() ? 1 : F::MOST <= 15 ? 8 : F::MOST <= 31 ? 4 : F::MOST <= 63 ? 2 : 1; }
 

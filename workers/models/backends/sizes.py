@@ -272,10 +272,8 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
     gated = not gpt2 and config.get("model_type") not in UNGATED
     head_dim = int(config.get("head_dim") or hidden // heads)
     units = int((config.get("n_inner") or 4 * hidden) if gpt2 else _units(config))
-    vocabulary, stored = (
-        int(config["vocab_size"]),
-        2 if str(config.get("dtype") or config.get("torch_dtype")).endswith("16") else 4,
-    )
+    vocabulary = int(config["vocab_size"])
+    stored = 2 if str(config.get("dtype") or config.get("torch_dtype")).endswith("16") else 4
     mixer = (
         _latents(config, weights, stored)
         if _has_latents(config)

@@ -16,8 +16,8 @@ _CHANGING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), ()),
     **dict.fromkeys(("forced_decoder_ids", "exponential_decay_length_penalty"), ([],)),
     **dict.fromkeys(("min_length", "penalty_alpha", "diversity_penalty"), (0,)),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (1,)),
-    **dict.fromkeys(("encoder_repetition_penalty",), (1,)),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), (1,)),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty"), (1,)),
     **dict.fromkeys(("sequence_bias", "watermarking_config", "stop_strings"), ([], {})),
 }
 """Keys that affect every reply -> their neutral values, besides null."""

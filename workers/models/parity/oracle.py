@@ -324,7 +324,7 @@ class Oracle:
                 )
                 which = "without a window" if window is None else f"with a window of {window}"
                 layer = f"layer {index} ({type(self._layers[index]).__name__})"
-                text = f"the mask of position {wrong} is not that of attention {which}"
+                text = f"the mask of position {wrong} does not match attention {which}"
                 raise UnprovableError(f"{layer}: {text}, which is not supported")
         self._checked.add(key)
 

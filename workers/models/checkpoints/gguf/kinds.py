@@ -84,6 +84,8 @@ IK_LLAMA = {
 }
 """The first number of a run of ik_llama.cpp's own types -> their names."""
 UNREAD = {
+    4: "Q4_2",
+    5: "Q4_3",
     9: "Q8_1",
     15: "Q8_K",
     19: "IQ1_S",
@@ -93,20 +95,16 @@ UNREAD = {
     27: "I64",
     28: "F64",
     29: "IQ1_M",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
     34: "TQ1_0",
     35: "TQ2_0",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
     40: "NVFP4",
     41: "Q1_0",
     42: "Q2_0",
-    **{
-        number: name
-        for first, names in (
-            (4, "Q4_2 Q4_3"),
-            (31, "Q4_0_4_4 Q4_0_4_8 Q4_0_8_8"),
-            (37, "IQ4_NL_4_8 IQ4_NL_8_8"),
-        )
-        for number, name in enumerate(names.split(), first)
-    },
     **{
         number: f"{name} (ik_llama.cpp's)"
         for first, names in IK_LLAMA.items()

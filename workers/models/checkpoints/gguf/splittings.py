@@ -88,7 +88,7 @@ _LLAMA3 = replace(_GLM4, begins=True)
 _DEEPSEEK3 = Splitting((r"\p{N}{1,3}", _HAN, _marked()))
 _GPT4O = Splitting((_cased(),))
 _COHERE = Splitting((r"\d{1,3}(?=(?:\d{3})*\b)", _cased()), composed=True)
-_ROWS = r"".join(rf"\s{{{1 << power}}}(?!\S)|" for power in range(9, 1, -1))
+_ROWS = "".join(rf"\s{{{1 << power}}}(?!\S)|" for power in range(9, 1, -1))
 SPLITTINGS: Mapping[str, Splitting] = {
     "default": DEFAULT,
     **dict.fromkeys(("gpt-2", "phi-2", "jais", "trillion", "granite-docling", "mellum"), _PLAIN),
