@@ -35,11 +35,11 @@ def test_a_file_without_a_way_of_splitting_words_is_reported(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_tiny("llama", tmp_path / "model")
-    for name, said in (("default", False), (None, True)):
+    for name, reported in (("default", False), (None, True)):
         file = tmp_path / f"{name}.gguf"
         write_gguf(tmp_path / "model", file, lambda *_: Type.F32, **{"tokenizer.ggml.pre": name})
         open_target_worker(TargetSettings(model=str(file)), name="t", threads=1)
-        assert (f"t: {file}: it does not name its pre" in capsys.readouterr().err) is said
+        assert (f"t: {file}: it does not name its pre" in capsys.readouterr().err) is reported
 
 
 def test_a_mask_is_part_of_the_fingerprint(llama_folder: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dovetail.workers.models.recurrent import RecurrentStates
 from dovetail.workers.models.segment import Segment
 
 LEAST_SHARED = 128  # fewer rows are copied: sharing rows moves the session's other rows
-SHARED_ANEW = 2  # shared rows are moved together again when they have grown by this factor
+SHARED_GROWTH = 2  # shared rows are moved together again when they have grown by this factor
 MOST_ROOM = 1024  # most rows of a cache beyond the requested ones: some turns of a conversation
 
 
@@ -96,7 +96,7 @@ class BlockedCache(SlotCache):
         copied; for this, those of both caches move once."""
         self.check_length(length)
         rows = length // LANES * LANES
-        if rows >= LEAST_SHARED and rows > SHARED_ANEW * self.first:
+        if rows >= LEAST_SHARED and rows > SHARED_GROWTH * self.first:
             shared = SharedRows(*self._copy(0, rows, rows), rows)
             self._begin_with(shared, self.length + used, self.capacity)
         other = copy.copy(self)

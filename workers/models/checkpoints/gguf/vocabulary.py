@@ -164,7 +164,7 @@ def _byte_level(facts: _Facts) -> tuple[dict[str, Any], bool]:
     """GPT-2's kind: letters stand for bytes, and words come from an expression."""
     name = str(facts.get("pre", ""))
     if name and name not in SPLITTINGS:
-        why = "that of an encoder" if name in ENCODERS else "not known here"
+        why = "which an encoder uses" if name in ENCODERS else "not known here"
         raise facts.refusal(f"{PREFIX}pre, the pre-tokenizer, is {name[:50]!r}, {why}")
     splitting = SPLITTINGS[name] if name else DEFAULT  # as in llama.cpp
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
