@@ -3,7 +3,6 @@ does the work, and is imported late."""
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,13 @@ from dovetail.launch.console.terminal import counted, note, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.processes.preflight import check_model
 from dovetail.launch.settings.models import DEMO_FOLDER
-from dovetail.launch.training.run import show_progress, weights_of
+from dovetail.launch.training.run import (
+    note_answers,
+    note_examples,
+    note_template,
+    show_progress,
+    weights_of,
+)
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -139,8 +144,7 @@ def command(
         raise UserError("--temperature nan is not a temperature: write one such as 1")
     name, weights = states.ready_device(device), weights or weights_of(target, device)
     reader = corpus.open_reader(target)
-    if reader.renderer.is_plain:
-        note(f"{target} has no chat template: messages become plain lines")
+    note_template(reader.renderer, target, files)
     with held(out):
         if regenerate:
             answers = out.with_name(out.name + ".answers.jsonl")
@@ -150,8 +154,7 @@ def command(
                 written = regenerate_files(
                     files, target, reader.renderer, answers, writing, **where, progress=show
                 )
-            note(f"{answers}: {written.chats:,} chats answered")
-            _tell_left_out(written.left_out)
+            note_answers(answers, written)
             files = (answers,)
         with spinner() as say:
             say("reading the data")
@@ -162,12 +165,7 @@ def command(
             source = states.open_states(
                 target, taps=taps, context=context, dtype=dtype, weights=weights, device=name
             )
-        note(
-            f"{len(examples.rows):,} sequences, {examples.tokens:,} tokens, of which "
-            f"{examples.learned:,} are learned"
-        )
-        longer = {"cut, since they were longer": examples.cut} if examples.cut else {}
-        _tell_left_out({**longer, **examples.left_out})
+        note_examples(examples)
         index = store.begin(out, store.plan(examples, source.origin), examples)
         taps = ", ".join(map(str, index.origin.taps))
         stored = "the last hidden state" + (f" and the inputs of layers {taps}" if taps else "")
@@ -190,8 +188,3 @@ def _told(out: Path, index: "Index") -> dict[str, Any]:
         "bytes": index.bytes,
     }
     return {"out": str(out), **counts, "dtype": index.origin.dtype, "taps": index.origin.taps}
-
-
-def _tell_left_out(left_out: Mapping[str, int]) -> None:
-    for reason, count in left_out.items():
-        note(f"{count:,} {reason}")

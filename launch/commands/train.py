@@ -3,6 +3,7 @@ pictures), a small model on text, or a draft distilled from a target. `workers/t
 training, and is imported late."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,15 @@ from dovetail.launch.console.help import (
     rare,
 )
 from dovetail.launch.files.outputs import OUT_FOLDER
-from dovetail.launch.training.run import TrainingOptions, show_progress, tell, train_head
+from dovetail.launch.training.run import (
+    TrainingOptions,
+    note_answers,
+    note_left_out,
+    note_template,
+    show_progress,
+    tell,
+    train_head,
+)
 from dovetail.protocol.errors import UserError
 from dovetail.workers.training.recipes import TRAINED, Option, TrainedKind
 
@@ -291,27 +300,35 @@ def train_small(
     }:
         raise UserError(f"--out {out} is an input of the training: give another folder")
     from dovetail.workers.training import small
-    from dovetail.workers.training.data.corpus import open_reader
+    from dovetail.workers.training.data.corpus import open_reader, read_rows, renderer_of
     from dovetail.workers.training.regenerate import Writing, regenerate_files
 
     with small.quiet_loading():
         wanted = small.Shape(**(shape or {}))
-        source = init or target or tokenizer
-        if source is not None and init is None:
-            _check_shape(wanted, len(small.load_tokenizer(source)), max_parameters)
+        source = target or init or tokenizer
+        assert source is not None
+        loaded = small.load_tokenizer(source)
+        if init is None:
+            _check_shape(wanted, len(loaded), max_parameters)
         rate = small.Settings.rate if init is not None else RATE_OF_A_NEW_MODEL
         settings = small.Settings(minutes=minutes, seed=seed, compiled=compiled, rate=rate)
         place = small.workplace(out)
         with place.hold(), show_progress() as show:
-            files = list(texts)
+            files, left_out, renderer = list(texts), Counter[str](), renderer_of(loaded)
+            note_template(renderer, source, [*files, *([prompts] if prompts else ())])
             if target is not None and prompts is not None:
                 written = out.with_name(out.name + ".answers.jsonl")
-                renderer = open_reader(str(target)).renderer
+                asker = open_reader(str(target)).renderer
                 writing = Writing(new_tokens=ANSWER_TOKENS, seed=seed)
-                regenerate_files([prompts], str(target), renderer, written, writing, progress=show)
+                outcome = regenerate_files(
+                    [prompts], str(target), asker, written, writing, progress=show
+                )
+                note_answers(written, outcome)
                 files.append(written)
+            rows = read_rows(files, renderer, left_out)
+            note_left_out(left_out)
             return small.train_folder(
-                files,
+                rows,
                 place,
                 settings,
                 init=init,

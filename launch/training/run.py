@@ -3,7 +3,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from dovetail.launch.console.terminal import note
 from dovetail.launch.files.charts import Curve, check_charts, draw
 from dovetail.launch.settings.models import DEMO_FOLDER, keeps_blocks
 from dovetail.protocol.errors import UserError
@@ -20,11 +21,14 @@ from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.training.recipes import TRAINED, draft_vocabulary, recipe_of
 
 if TYPE_CHECKING:
+    from dovetail.workers.training.data.chats import Renderer
+    from dovetail.workers.training.data.examples import Examples
     from dovetail.workers.training.data.features import Features
     from dovetail.workers.training.data.states import Origin
     from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
     from dovetail.workers.training.plan import Plan
     from dovetail.workers.training.process_group import ProcessGroup
+    from dovetail.workers.training.regenerate import Outcome
     from dovetail.workers.training.run import Progress
     from dovetail.workers.training.target_parts import TargetParts
     from dovetail.workers.training.trainer import Trained
@@ -78,9 +82,9 @@ class TrainingOptions:
 def train_head(wish: TrainingOptions) -> "Trained | None":
     if bool(wish.features) == bool(wish.data):
         raise UserError("give either --data FILE, or --features DIR from `dovetail features`")
-    if wish.regenerate and not wish.data:
-        remedy = "for --features use `dovetail features --regenerate`"
-        raise UserError(f"--regenerate needs --data; {remedy}")
+    if wish.regenerate and (not wish.data or wish.processes > 1):
+        remedy = "otherwise use `dovetail features --regenerate`"
+        raise UserError(f"--regenerate needs --data and a single process; {remedy}")
     check_charts("the card of a head, which has pictures,")
     from dovetail.workers.training.folder import workplace
     from dovetail.workers.training.process_group import ALONE, Accelerated
@@ -100,7 +104,7 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
     from dovetail.workers.training.target_parts import read_target
     from dovetail.workers.training.trainer import train_head as train
 
-    features, name = _features(wish)
+    features, name = _features(wish, peers)
     target = read_target(name)
     origin = features.origin
     if origin.digest != target.digest:
@@ -144,7 +148,7 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
     return trained
 
 
-def _features(wish: TrainingOptions) -> "tuple[Features, str]":
+def _features(wish: TrainingOptions, peers: "ProcessGroup") -> "tuple[Features, str]":
     from dovetail.workers.training.data.corpus import open_reader, read_examples
     from dovetail.workers.training.data.features import online_features, open_features
     from dovetail.workers.training.data.states import open_states
@@ -155,20 +159,49 @@ def _features(wish: TrainingOptions) -> "tuple[Features, str]":
         return stored, wish.target or stored.origin.target
     target = wish.target or str(DEMO_FOLDER / "target")
     reader, files = open_reader(target), wish.data
+    if not peers.rank:
+        note_template(reader.renderer, target, files)
     if wish.regenerate:
         files = (wish.out.with_name(wish.out.name + ".answers.jsonl"),)
         writing = Writing(seed=wish.seed)
         with show_progress() as show:
-            regenerate_files(
+            written = regenerate_files(
                 *(wish.data, target, reader.renderer, files[0], writing),
                 weights=weights_of(target),
                 progress=show,
             )
+        note_answers(files[0], written)
     examples = read_examples(files, reader)
+    if not peers.rank:
+        note_examples(examples)
     taps = "auto" if recipe_of(wish.kind).trainable.reads_taps else "none"
     return online_features(
         examples, open_states(target, taps=taps, weights=weights_of(target))
     ), target
+
+
+def note_template(renderer: "Renderer", target: object, files: Sequence[Path]) -> None:
+    if renderer.is_plain and any(file.suffix != ".bin" for file in files):
+        note(f"{target} has no chat template: messages become plain lines")
+
+
+def note_answers(file: Path, written: "Outcome") -> None:
+    note(f"{file}: {written.chats:,} chats answered")
+    note_left_out(written.left_out)
+
+
+def note_examples(examples: "Examples") -> None:
+    note(
+        f"{len(examples.rows):,} sequences, {examples.tokens:,} tokens, of which "
+        f"{examples.learned:,} are learned"
+    )
+    longer = {"cut, since they were longer": examples.cut} if examples.cut else {}
+    note_left_out({**longer, **examples.left_out})
+
+
+def note_left_out(left_out: Mapping[str, int]) -> None:
+    for reason, count in left_out.items():
+        note(f"{count:,} {reason}")
 
 
 def weights_of(target: str, device: str = "cpu") -> str:

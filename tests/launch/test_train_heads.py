@@ -407,6 +407,7 @@ def test_the_result_is_one_json_object_where_that_is_asked_for(
         ["eagle", "--data", str(tokens), "--out", str(head), *training, "--json"],
         catch_exceptions=False,
     )
+    assert "60 sequences" in done.stderr
     told, log = json.loads(done.stdout), json.loads((head / "training.json").read_text())
     assert {name: told[name] for name in ("out", "kind", "steps", "parameters")} == {
         "out": str(head),

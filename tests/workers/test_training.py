@@ -141,24 +141,14 @@ def test_distillation_raises_agreement(tokens: Path, tmp_path: Path) -> None:
     assert overlap() > before + 0.05
 
 
-def test_mistakes_are_the_users(tmp_path: Path) -> None:
+def test_mistakes_are_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"there is no file .*missing\.bin"):
-        small.train_folder(
-            [tmp_path / "missing.bin"],
-            small.workplace(tmp_path / "out"),
-            QUICK,
-            tokenizer=TOKENIZER,
-            shape=TINY,
-        )
-    (tmp_path / "few.jsonl").write_text(json.dumps({"turns": ["Hello", "Hi."]}))
+        train_small(out=tmp_path / "out", texts=[tmp_path / "missing.bin"], tokenizer=TOKENIZER)
+    lines = [{"turns": ["Hello", "Hi."]}, {"turns": ["Nobody answers"]}]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match="are too few to learn from"):
-        small.train_folder(
-            [tmp_path / "few.jsonl"],
-            small.workplace(tmp_path / "out"),
-            QUICK,
-            tokenizer=TOKENIZER,
-            shape=TINY,
-        )
+        train_small(out=tmp_path / "out", texts=[tmp_path / "few.jsonl"], tokenizer=TOKENIZER)
+    assert "1 without an answer" in capsys.readouterr().err
 
 
 def test_command_refuses_what_it_cannot_train(tokens: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Trains a small causal language model on sequences of tokens, or distils it from a larger one:
-those of files of chats or of token files (`data/corpus.py`). A run is resumed from the checkpoint
-in its folder, and nothing is ever pickled. Progress is reported by callbacks."""
+"""Trains a small causal language model on sequences of tokens (see `data/corpus.py`), or distils it
+from a larger one. A run is resumed from the checkpoint in its folder, and nothing is ever pickled.
+Progress is reported by callbacks."""
 
 import hashlib
 import shutil
@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.utils import logging
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.training.data.corpus import read_rows, renderer_of
 from dovetail.workers.training.data.examples import Example, digest_of
 from dovetail.workers.training.run import Callback, Outcome, Pace, Run, carry_out, silent
 from dovetail.workers.training.workplace import Workplace
@@ -93,11 +92,6 @@ class Text:
         are learned."""
         rows = rng.choice(self.starts, size)[:, None] + np.arange(self.context + 1)
         return torch.from_numpy(self.ids[rows]), torch.from_numpy(self.learn[rows[:, 1:]])
-
-
-def read_text(files: Sequence[Path], tokenizer_folder: Path) -> list[Example]:
-    """Return the sequences of token files and of files of chats, by the tokenizer of a folder."""
-    return read_rows(files, renderer_of(load_tokenizer(tokenizer_folder)))
 
 
 @contextmanager
@@ -247,7 +241,7 @@ def train(
 
 
 def train_folder(
-    files: Sequence[Path],
+    rows: Sequence[Example],
     place: Workplace,
     settings: Settings,
     *,
@@ -257,9 +251,9 @@ def train_folder(
     target: Path | None = None,
     progress: Callback = silent,
 ) -> Outcome:
-    """Train a model on files and write its folder: from the weights in `init`, or from a shape and
-    a tokenizer; or distil it from the model in `target`, whose tokenizer it has. The caller holds
-    `place`."""
+    """Train a model on sequences, and write its folder: from the weights in `init`, or from a shape
+    and a tokenizer; or distil it from the model in `target`, whose tokenizer it has. The caller
+    holds `place`."""
     source, shape = target or init or tokenizer, shape or Shape()
     if source is None:
         raise UserError("training needs a model to begin with, or a tokenizer for a new one")
@@ -274,7 +268,7 @@ def train_folder(
         about["target"] = digest_of_weights(teacher)
     outcome = train(
         model,
-        read_text(files, source),
+        rows,
         settings,
         target=teacher,
         checkpoint=Checkpoint(place.checkpoint, about),
