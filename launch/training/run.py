@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
 """Files of a head's folder that are not needed for drafting."""
+NEW = ("target", "random")  # what a head begins with unless it continues another one
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,18 @@ def train_head(wish: TrainingOptions) -> "Trained | None":
         remedy = "otherwise use `dovetail features --regenerate`"
         raise UserError(f"--regenerate needs --data and a single process; {remedy}")
     check_charts("the card of a head, which has pictures,")
+    from dovetail.workers.heads.files import classify
     from dovetail.workers.training.folder import workplace
     from dovetail.workers.training.process_group import ALONE, Accelerated
     from dovetail.workers.training.trainer import use_threads
 
+    if wish.begin not in NEW and (
+        not (Path(wish.begin) / "config.json").is_file() or classify(wish.begin) != wish.kind
+    ):
+        raise UserError(
+            f"--begin {wish.begin} is neither target, nor random, nor the folder of a head of the "
+            f"kind {wish.kind}"
+        )
     if wish.threads is not None:
         use_threads(wish.threads)
     peers = Accelerated() if wish.processes > 1 else ALONE
@@ -99,6 +108,7 @@ def train_head(wish: TrainingOptions) -> "Trained | None":
 
 
 def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> "Trained | None":
+    from dovetail.workers.heads.files import open_files
     from dovetail.workers.training.folder import config_of, read_weights, write_head
     from dovetail.workers.training.run import silent
     from dovetail.workers.training.target_parts import read_target
@@ -112,14 +122,15 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
         raise UserError(f"the features are of {other}, not of {name} ({target.digest[:12]})")
     shape, plan = _shape(wish, features, target), _plan(wish, target, peers)
     about: dict[str, Any] = {"target": target.digest, "data": features.digest}
-    about |= {"taps": features.origin.taps, "begin": wish.begin}
-    stream = features.stream()
+    begun = None if wish.begin in NEW else open_files(wish.begin, allow_bin=False)
+    about |= {"taps": features.origin.taps, "begin": begun.digest if begun else wish.begin}
 
     def prepare(head: "TrainableHead") -> None:
-        if wish.begin == "target":
+        if begun is not None:
+            read_weights(head, begun)
+        elif wish.begin == "target":
+            stream = features.stream()
             head.begin_with(target, **({} if stream is None else {"stream": stream}))
-        elif wish.begin != "random":
-            read_weights(head, Path(wish.begin))
 
     with show_progress() as show:
         told = silent if peers.rank else show
@@ -241,7 +252,7 @@ def _plan(wish: TrainingOptions, target: "TargetParts", peers: "ProcessGroup") -
     number = wish.number or faster_number(pace.device)
     recipe = replace(plan.recipe, **_given(**weights))
     sizes = _given(batch=wish.batch, length=wish.length)
-    alone = plan.alone if wish.begin in ("target", "random") else 0.0
+    alone = plan.alone if wish.begin in NEW else 0.0
     return replace(plan, pace=pace, recipe=recipe, number=number, alone=alone, **sizes)
 
 

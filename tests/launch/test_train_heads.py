@@ -25,6 +25,7 @@ from dovetail.launch.commands.features import command as features
 from dovetail.launch.commands.train import command
 from dovetail.launch.training.run import TrainingOptions, train_head
 from dovetail.protocol.errors import UserError
+from dovetail.workers.heads.files import open_files
 from dovetail.workers.heads.head import classify, open_head
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.segment import Segment
@@ -146,7 +147,7 @@ def test_the_draft_loads_the_folder_and_computes_the_same_logits(
     )
     trained = json.loads((folder / "training.json").read_text())
     oracle = new_head(recipe_of(kind).shape(**trained["shape"]), seed=1)
-    read_weights(oracle, folder)
+    read_weights(oracle, open_files(str(folder), allow_bin=False))
     assert classify(folder) == kind
     assert (
         head.trained_for
@@ -368,6 +369,9 @@ def test_two_processes_train_one_head(tokens: Path, tmp_path: Path) -> None:
         ({"data": ()}, "give either --data FILE, or --features DIR"),
         ({"features": (Path("somewhere"),)}, "^give either --data FILE, or --features DIR"),
         ({"draft_vocabulary": 5000}, "more than the target's 4096"),
+        ({"begin": "targett"}, "--begin targett is neither target, nor random, nor the folder of"),
+        ({"begin": str(TARGET)}, "is neither target, nor random, nor the folder of a head of the"),
+        ({"regenerate": True, "processes": 2}, "--regenerate needs --data and a single process"),
         ({"processes": 2}, r"pip install 'dovetail\[train\]'"),
     ],
 )

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.heads.files import open_files
+from dovetail.workers.heads.files import HeadFiles
 from dovetail.workers.heads.matrices import codes_of
 from dovetail.workers.kernels.blocks import WIDTH
 from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
@@ -144,16 +144,16 @@ def _is_coded(value: Tensor) -> bool:
     return value.ndim == 2 and value.is_floating_point() and value.shape[1] % WIDTH == 0
 
 
-def read_weights(head: TrainableHead, folder: Path) -> None:
-    """Initialize a head with the weights and the draft vocabulary of a trained one in a folder.
-    Raises `UserError` if its shape differs."""
-    files, names = open_files(str(folder), allow_bin=False), head.state_dict().keys()
+def read_weights(head: TrainableHead, files: HeadFiles) -> None:
+    """Initialize a head with the weights and the draft vocabulary of a trained one. Raises
+    `UserError` if its shape differs."""
+    names = head.state_dict().keys()
     try:
         head.load_state_dict({name: files.read(name) for name in files.shapes if name in names})
     except RuntimeError as error:
-        why = str(error).splitlines()[1].strip().partition(": ")[0]
+        why = str(error).splitlines()[1].strip(". \t").partition(": copying")[0]
         raise UserError(
-            f"{folder} holds a head of another shape ({why}): give its options"
+            f"{files.folder} holds a head of another shape ({why}): give its options"
         ) from None
 
 
