@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from dovetail.launch.console.terminal import note
+from dovetail.launch.console.terminal import counted, note
 from dovetail.launch.files.charts import Curve, check_charts, draw
 from dovetail.launch.settings.models import DEMO_FOLDER, keeps_blocks
 from dovetail.protocol.errors import UserError
@@ -429,13 +429,16 @@ def show_progress() -> "Iterator[Callable[[Progress], None]]":
 
 
 def _plain_lines() -> "Callable[[Progress], None]":
-    last = -PLAIN_LINE_EVERY_S
+    last, begun = -PLAIN_LINE_EVERY_S, dict[str, "Progress"]()
 
     def show(at: "Progress") -> None:
         nonlocal last
+        first = begun.setdefault(at.stage, at)  # of this process: the run may have been resumed
         if at.done >= 1 or time.monotonic() - last >= PLAIN_LINE_EVERY_S:
-            last = time.monotonic()
-            click.echo(f"{at.stage} {at.done:.0%}: {_note(at)}", err=True)
+            last, done = time.monotonic(), at.done - first.done
+            left = (at.spent_s - first.spent_s) * (1 - at.done) / done / 60 if done else 0.0
+            time_left = f", {counted(round(left), 'minute')} left" if left >= 1 else ""
+            click.echo(f"{at.stage} {at.done:.0%}: {_note(at)}{time_left}", err=True)
 
     return show
 
@@ -443,6 +446,4 @@ def _plain_lines() -> "Callable[[Progress], None]":
 def _note(at: "Progress") -> str:
     loss = "" if at.loss != at.loss else f", loss {at.loss:.3f}"
     speed = f", {at.tokens / at.spent_s:,.0f}/s" if at.spent_s else ""
-    left = at.spent_s * (1 / at.done - 1) / 60 if 0 < at.done < 1 else 0.0
-    time_left = f", {left:.0f} minutes left" if left >= 1 else ""
-    return f"{at.tokens:,} tokens{speed}{loss}{', ' if at.note else ''}{at.note}{time_left}"
+    return f"{at.tokens:,} tokens{speed}{loss}{', ' if at.note else ''}{at.note}"

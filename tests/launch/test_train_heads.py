@@ -23,7 +23,8 @@ from torch import Tensor
 
 from dovetail.launch.commands.features import command as features
 from dovetail.launch.commands.train import command
-from dovetail.launch.training.run import TrainingOptions, train_head
+from dovetail.launch.training import run as training
+from dovetail.launch.training.run import TrainingOptions, show_progress, train_head
 from dovetail.protocol.errors import UserError
 from dovetail.workers.heads.files import open_files
 from dovetail.workers.heads.head import classify, open_head
@@ -33,6 +34,7 @@ from dovetail.workers.training.folder import read_weights, shape_for
 from dovetail.workers.training.heads.dovetail import DovetailHead
 from dovetail.workers.training.heads.trainable import Seen, mask_of
 from dovetail.workers.training.recipes import TRAINED, recipe_of
+from dovetail.workers.training.run import Progress
 from dovetail.workers.training.target_parts import read_target
 from dovetail.workers.training.trainer import new_head
 from support.architectures import write_tiny
@@ -387,6 +389,16 @@ def test_mistakes_are_one_line(
         train_head(wish("eagle3", tokens, tmp_path / "head", **otherwise))
     assert "\n" not in str(found.value)
     assert not (tmp_path / "head").exists()
+
+
+def test_a_resumed_run_shows_the_time_left_at_its_own_speed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training, "PLAIN_LINE_EVERY_S", 0.0)
+    with show_progress() as show:
+        show(Progress("features", 0.9, 0, 10, spent_s=1.0))
+        show(Progress("features", 0.95, 0, 20, spent_s=61.0))
+    assert "features 95%: 20 tokens, 0/s, 1 minute left\n" in capsys.readouterr().err
 
 
 def test_each_kind_has_a_command_with_its_own_options() -> None:
