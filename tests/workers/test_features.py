@@ -216,6 +216,8 @@ def test_store_refuses_what_is_not_its_own(
 
     with pytest.raises(UserError, match="not of another model"):
         begin(dataclasses.replace(target.origin, digest="0" * 64, target="another model"))
+    with pytest.raises(UserError, match="with weights fp32, not half"):
+        begin(dataclasses.replace(target.origin, weights="half"))
     with pytest.raises(UserError, match=r"with taps \(2, 4, 5\), not \(\)"):
         begin(dataclasses.replace(target.origin, taps=()))
     with pytest.raises(UserError, match="of other sequences"):

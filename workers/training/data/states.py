@@ -36,6 +36,7 @@ class Origin:
     taps: tuple[int, ...]
     """Layers whose input residual streams follow the last hidden state, in this order."""
     dtype: HalfType
+    weights: str = "unknown"  # the type of the target's weights; earlier versions did not store it
 
     @property
     def row(self) -> int:
@@ -98,6 +99,7 @@ def open_states(
         context=context or model.context,
         taps=choose_taps(taps, model.layers),
         dtype=dtype or ("bfloat16" if kinds == {"BF16"} else "float16"),
+        weights=model.weights,
     )
     return TargetStates(model, origin)
 

@@ -235,7 +235,7 @@ def _refuse_another(folder: Path, found: Index, wanted: Index) -> None:
             f"{found.origin.digest[:12]}), not of {wanted.origin.target} "
             f"({wanted.origin.digest[:12]}): give another folder, or remove this one"
         )
-    for name in ("taps", "dtype", "context"):
+    for name in ("taps", "dtype", "context", "weights"):
         before, now = getattr(found.origin, name), getattr(wanted.origin, name)
         if before != now:
             raise UserError(
