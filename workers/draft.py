@@ -65,7 +65,7 @@ class Identity:
     """The cost of a level of its tree, from this machine's profile file."""
     kept_tokens: int = 0  # the number of tokens of ended sessions whose rows it can keep
     together: int = 1  # the most sessions that it drafts for in one pass
-    kept_beside: int = 0  # additional tokens that each session counts as, for its recurrent states
+    kept_extra: int = 0  # additional tokens that each session counts as, for its recurrent states
 
 
 @dataclass
@@ -93,7 +93,7 @@ class DraftWorker(Generic[SessionT]):
         self.engine, self.spans, self._identity, self._clock = engine, spans, identity, clock
         self._keeper = engine if identity.kept_tokens and isinstance(engine, Keeper) else None
         self._held: dict[int, _Held[SessionT]] = {}
-        self.kept: KeptSessions[Left] = KeptSessions(identity.kept_tokens, identity.kept_beside)
+        self.kept: KeptSessions[Left] = KeptSessions(identity.kept_tokens, identity.kept_extra)
         self._to_learn = False
         self._epoch = 0
         self.stale = 0

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 )
 @option(
     "--weights",
-    show_default="file for GGUF files, else fp32",
+    show_default="file for GGUF files on a CPU, else fp32",
     help="Weights of the target: the same as for serving; use half on a GPU.",
 )
 @option("--device", default="cpu", help="Where the target computes: cpu or cuda:N.")

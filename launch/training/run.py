@@ -110,6 +110,7 @@ def train_head(wish: TrainingOptions) -> "Trained | None":
 def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> "Trained | None":
     from dovetail.workers.heads.files import open_files
     from dovetail.workers.training.folder import config_of, read_weights, write_head
+    from dovetail.workers.training.heads.trainable import STREAM
     from dovetail.workers.training.run import silent
     from dovetail.workers.training.target_parts import read_target
     from dovetail.workers.training.trainer import train_head as train
@@ -129,11 +130,9 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
         if begun is not None:
             read_weights(head, begun)
         elif wish.begin == "target":
-            stream = features.stream()
-            head.begin_with(target, **({} if stream is None else {"stream": stream}))
+            head.begin_with(target, features.stream() or STREAM)
 
     with show_progress() as show:
-        told = silent if peers.rank else show
         trained = train(
             shape,
             features,
@@ -143,7 +142,7 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
             checkpoint=place.checkpoint,
             about=about,
             peers=peers,
-            progress=told,
+            progress=silent if peers.rank else show,
         )
     if peers.rank:
         return None

@@ -65,7 +65,7 @@ class Wanted:
             weights=model.weights,
             curves=known_levels(self.profile, model, device.library),
             kept_tokens=affordable_tokens(device.free_bytes(), cache.row_bytes),
-            kept_beside=base_rows(cache),
+            kept_extra=base_rows(cache),
             together=MAX_SESSIONS,
             **more,
         )

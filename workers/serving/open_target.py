@@ -48,7 +48,7 @@ def open_target_worker(
 ) -> TargetWorker:
     """Open a target worker with its model loaded on its device, or spread over several; raise
     `UserError` for wrong settings. `profile`: the file of measurements on this machine. `bits`:
-    those of the codes of a substitute on the same GPU, 0 for none. `shards`: the memory nodes over
+    bits per code of a substitute on the same GPU, 0 for none. `shards`: the memory nodes over
     which it is spread on the CPU; empty if it is not spread."""
     device = open_device(settings.device, threads)
     spread = spread_of(

@@ -68,7 +68,7 @@ class Spread:
     placement: Placement | None = None
     cache: str = "fp32"  # the type of keys and values
     bits: int = 0
-    """Bits of the codes of a substitute on the same device, for the layers that the device does not
+    """Bits per code of a substitute on the same device, for the layers that the device does not
     keep; 0 without a substitute."""
 
     def stage(
@@ -194,7 +194,7 @@ def spread_of(
     bits: int = 0,
 ) -> Spread | None:
     """Return how a target on this device is spread; None if one device computes all of it.
-    `readings`: measured prompts in the profile file. `bits`: those of the codes of a substitute
+    `readings`: measured prompts in the profile file. `bits`: bits per code of a substitute
     that shares the device's layers, which are then kept one by one; 0 for none. Raises
     `SettingsError` for contradictory settings or a missing device."""
     split = settings.split
@@ -309,8 +309,8 @@ def _reader(
 ) -> tuple[Device | None, int]:
     """Return the device that prefills for layers on the CPU, and its minimum number of prompt rows;
     None if the CPU prefills."""
-    on_cpu = device.is_cpu and settings.cache != "q8"
-    if settings.prefill == "local" or (settings.prefill == "auto" and not on_cpu):
+    possible = device.is_cpu and settings.cache != "q8"
+    if settings.prefill == "local" or (settings.prefill == "auto" and not possible):
         return None, 0
     if settings.prefill != "auto":
         return open_device(settings.prefill, threads), 1

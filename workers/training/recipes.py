@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from dovetail.workers.training.plan import Plan
 
 Preset = Literal["paper", "tiny"]
-DRAFT_VOCABULARY = 16384  # tokens that a head proposes by default if its vocabulary exceeds:
-WHOLE_UP_TO = 32768
+WHOLE_UP_TO = 32768  # tokens of a target up to which a head can propose all by default
+DRAFT_VOCABULARY = 16384  # how many it can propose of more tokens by default
 TINY_UP_TO = 1024  # the widest target for which `auto` means the tiny preset
 
 
@@ -119,7 +119,7 @@ def draft_vocabulary(asked: int | None, vocabulary_size: int) -> int:
         raise UserError(
             f"--draft-vocabulary {asked} is more than the target's {vocabulary_size} tokens"
         )
-    return asked % vocabulary_size
+    return 0 if asked == vocabulary_size else asked
 
 
 def recipe_of(kind: str) -> "HeadRecipe":

@@ -142,10 +142,10 @@ def held(folder: Path) -> Iterator[None]:
 
 def replace_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file and replace the older one only once it is complete."""
-    beside = file.with_name(file.name + ".new")
-    with writing(beside, "the state of the training"), as_os_errors(beside):
-        save_file(dict(tensors), beside, metadata=dict(metadata))
-    beside.replace(file)
+    new = file.with_name(file.name + ".new")
+    with writing(new, "the state of the training"), as_os_errors(new):
+        save_file(dict(tensors), new, metadata=dict(metadata))
+    new.replace(file)
 
 
 @contextmanager

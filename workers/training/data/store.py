@@ -112,16 +112,16 @@ def write(
     for shard in range(index.written, len(index.shards)):
         first, last = index.shards[shard], (*index.shards, index.count)[shard + 1]
         file = _shard_file(folder, shard)
-        beside = file.with_suffix(".new")
-        with writing(beside, "features"):
-            out = beside.open("wb")
+        new = file.with_suffix(".new")
+        with writing(new, "features"):
+            out = new.open("wb")
         with out:
             for states in reader.read(
                 [torch.from_numpy(row.tokens) for row in examples.rows[first:last]]
             ):
                 append(
                     out,
-                    beside,
+                    new,
                     "features",
                     states.contiguous()
                     .view(torch.int16)
@@ -142,9 +142,9 @@ def write(
                         note=note,
                     )
                 )
-            with writing(beside, "features"):
+            with writing(new, "features"):
                 os.fsync(out.fileno())
-        beside.replace(file)
+        new.replace(file)
         index = dataclasses.replace(index, written=shard + 1)
         _write_index(folder, index)
     return index
@@ -220,12 +220,12 @@ def read_index(folder: Path) -> Index:
 
 
 def _write_index(folder: Path, index: Index) -> None:
-    beside = folder / "index.json.new"
-    with writing(beside, "features"), beside.open("w", encoding="utf-8") as out:
+    new = folder / "index.json.new"
+    with writing(new, "features"), new.open("w", encoding="utf-8") as out:
         out.write(json.dumps({"format": FORMAT, **dataclasses.asdict(index)}, indent=1) + "\n")
         out.flush()
         os.fsync(out.fileno())
-    beside.replace(folder / "index.json")
+    new.replace(folder / "index.json")
 
 
 def _refuse_another(folder: Path, found: Index, wanted: Index) -> None:
