@@ -422,7 +422,8 @@ class Changes:
             self._registry.engaged.add(newcomer.process)
             self._acts.send(newcomer, Engage(epoch=self._epoch))
             self._acts.join(newcomer)
-            self._say(change, f"{newcomer.name} is in place")
+            if self._change is change:
+                self._say(change, f"{newcomer.name} is in place")
 
     def _read_now(self) -> set[tuple[bytes, int]]:
         clients = self._registry.clients.values()
