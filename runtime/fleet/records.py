@@ -32,6 +32,7 @@ class PairRecords:
     def __init__(self, cache: Path) -> None:
         self._folder, self._here = cache / FOLDER, (machine_key(), socket.gethostname())
         self._refused = False
+        self._saved: dict[str, str] = {}  # the last text saved under each key
 
     def find(self, draft: Hello, target: Hello) -> Mapping[str, Any] | None:
         """Return the record of a pair; None if there is none that can be read."""
@@ -47,14 +48,17 @@ class PairRecords:
         return record
 
     def keep(self, draft: Hello, target: Hello, record: Mapping[str, Any]) -> None:
-        """Save the record of a pair; log the first failure."""
-        key = self._key(draft, target)
+        """Save the record of a pair if it has changed; log the first failure."""
+        key, text = self._key(draft, target), json.dumps(record)
+        if self._saved.get(key) == text:
+            return
         try:
-            keep_sealed(self._file(key), key, json.dumps(record), MOST_KEPT)
+            keep_sealed(self._file(key), key, text, MOST_KEPT)
+            self._saved[key] = text
         except OSError as error:
             if not self._refused:
-                text = "drafting costs cannot be saved in %s (%s): every start learns them again"
-                log.warning(text, self._folder, error.strerror or error)
+                words = "drafting costs cannot be saved in %s (%s): every start learns them again"
+                log.warning(words, self._folder, error.strerror or error)
             self._refused = True
 
     def _file(self, key: str) -> Path:

@@ -99,6 +99,16 @@ def test_a_record_of_a_release_that_learns_something_else_is_learned_again(
     assert PairRecords(tmp_path).find(*pair) is None
 
 
+def test_a_record_that_has_not_changed_is_not_written_again(tmp_path: Path) -> None:
+    records, pair = PairRecords(tmp_path), (hello("draft"), hello("target"))
+    for record, written in (({"means": {}}, True), ({"means": {}}, False), ({"means": 1}, True)):
+        records.keep(*pair, record)
+        found = [*(tmp_path / FOLDER).iterdir()]
+        assert bool(found) is written
+        for file in found:
+            file.unlink()
+
+
 def test_where_nothing_can_be_written_it_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
