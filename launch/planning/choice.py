@@ -144,7 +144,8 @@ def _best(
     from dovetail.launch.planning.subject import ready_of, subject_here
 
     spread = choice_of(configuration.settings.target).numa == "shard"
-    searched = subject_here(configuration, say).search(found, lambda _: None)
+    subject = subject_here(configuration, say)
+    searched = subject.search(found, lambda _: None)
     every = [one for one in searched if (one.nodes > 1) is spread]
     best = ready_of(every)
     if best is None or best.draft is None:
@@ -154,6 +155,8 @@ def _best(
     alone = next((one for one in every if one.draft is None), None)
     gain = "" if alone is None else f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without"
     expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"
+    if subject.here is not None and subject.here.disturbed:
+        expected += f" (estimated {subject.here.disturbed})"
     model, name = best.candidate.settings.model, best.candidate.name
     if Path(model) in boxed_heads():
         name += f", {_why_boxed(Path(model), folder)}"

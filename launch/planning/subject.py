@@ -11,6 +11,7 @@ from typing import Any
 
 from dovetail.launch.files.directory import profile_path
 from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.machine.others import OTHERS, Others
 from dovetail.launch.machine.sharding import choice_of, layouts_for, nodes_of_layouts
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.planning.candidates import Candidate
@@ -51,6 +52,8 @@ LAYER_US = 75.0
 """Time of a layer in addition to its bytes or its products: 2.3 of the 6.0 ms of a pass over the 30
 layers of SmolLM2-135M in Q4_1 on one core of a Zen 4, and more of Gemma 3 270M's."""
 OF_ANOTHER = "measured with another model"
+DISTURBED = "while other programs used {:.0%} of the cores: drafts may look better than they are"
+"""A lower bandwidth makes further rows of a pass look cheaper."""
 KINDS = 15  # the largest number of kinds of placements, for the bar
 Say = Callable[[str], None]
 
@@ -66,6 +69,7 @@ class Known:
     spread: CoreLayout | None  # the places if it is; None: it cannot be
     spread_calibration: Calibration | None
     limits: tuple[MachineLimits, str]  # the limits of the cores in use, and their origin
+    disturbed: str = ""  # why these limits are unreliable, in words
 
 
 @dataclass
@@ -407,19 +411,25 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
     folder, calibration = find_folder(target.model, files=CONFIG_ALONE), known.calibration
     own_entries = (entry for entry in profile.entries if entry.key.machine == machine_key())
     kept = [one for entry in own_entries for one in entry.calibrations]
-    products = None
+    products, disturbed = None, ""
     if calibration is not None:
         limits = calibration.limits, "measured"
     else:
         products = product_seconds(target.weights, folder, target.activations)
         alike = [one.limits for one in kept if one.limits.probe == kernels.computing()]
         if before is not None and before.here is not None:
-            limits = before.here.limits
+            limits, disturbed = before.here.limits, before.here.disturbed
         elif alike:
             limits = alike[-1], OF_ANOTHER
         else:
             say("measuring bandwidth and arithmetic")
-            limits = measure_limits(PROBE_S), f"measured now, in {PROBE_S:g} s"
+            others, source = Others(), f"measured now, in {PROBE_S:g} s"
+            found = measure_limits(PROBE_S)
+            load = others.load(lambda pid, _: pid == os.getpid())
+            if load is not None and load.share > OTHERS:
+                disturbed = DISTURBED.format(load.share)
+                source += f", {disturbed}"
+            limits = found, source
     hardware = replace(_hardware(settings, device, limits, products, threads), nodes=nodes)
     own = [] if calibration is None else [(calibration, "measured")]
     for one, words in (*own, *((one, OF_ANOTHER) for one in reversed(kept))):
@@ -433,7 +443,7 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
     return Subject(
         *(configuration, design_of(config, folder), hardware, device, draft),
         settings.target.weights,
-        Known(calibration, parts, layout, spread, spread_calibration, limits),
+        Known(calibration, parts, layout, spread, spread_calibration, limits, disturbed),
         embedded=not settings.target.model,
     )
 

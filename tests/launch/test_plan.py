@@ -337,6 +337,18 @@ def test_overhead_and_limits_of_the_same_instruction_set_are_used_for_other_mode
 
 
 @needs_kernels
+def test_a_plan_made_while_other_programs_compute_says_so(
+    plan: Callable[..., dict[str, Any]],
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "while 1: pass"]) as busy:
+        try:
+            found = plan("--target", str(DEMO_FOLDER / "target"), "--draft", "none")
+        finally:
+            busy.kill()
+    assert "while other programs used" in found["origins"]["passes of the CPU"]
+
+
+@needs_kernels
 def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
     plan: Callable[..., dict[str, Any]],
 ) -> None:
