@@ -121,6 +121,9 @@ def test_units_are_the_processes_of_serve_and_are_watched() -> None:
         assert values(unit, "SuccessExitStatus") == drained
         assert not values(unit, "Wants"), "a coordinator that was stopped would be started again"
         assert ("dovetail-coordinator.service" in unit) == (name != "dovetail-coordinator.service")
+        kept = [] if "http" in name else ["dovetail"]  # the coordinator, too, saves what it learns
+        assert values(unit, "CacheDirectory") == kept
+        assert ("XDG_CACHE_HOME=%C" in values(unit, "Environment")) == bool(kept)
         command = shlex.split(values(unit, "ExecStart")[0])
         assert Path(command[0]).is_absolute()
         given = parsed(command[command.index("-m") + 2 if "-m" in command else 1 :])
