@@ -110,7 +110,8 @@ def peers() -> Mapping[str, PeerKind]:
     return kinds
 
 
-NONE = "none"
+NONE, AUTO = "none", "auto"
+"""The methods of the target alone, and with the draft of the settings."""
 SERVER, OWN = "llama-server", "own"
 """The peer that reads the target's GGUF file itself, and its setting for our draft's file."""
 
@@ -169,17 +170,22 @@ class PromptSet:
 
 def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
     """The methods, `none` first; `UserError` for an unknown or repeated one."""
-    texts = (NONE, *(text for text in texts if text != NONE)) if texts else (NONE, "auto")
+    texts = (NONE, *(text for text in texts or own_methods(base) if text != NONE))
     if len(set(texts)) < len(texts):
         raise UserError("a --method is given twice: give each once, and use --repeat for more runs")
     return [read_method(base, text) for text in texts]
+
+
+def own_methods(base: Configuration) -> tuple[str, ...]:
+    """Return the methods of the settings: the target alone, and with its draft if there is one."""
+    return (NONE,) if base.settings.draft.kind == NONE else (NONE, AUTO)
 
 
 def beside_llama_server(base: Configuration) -> tuple[str, ...]:
     """Return the methods if only llama-server is named: our target alone and with its draft, and
     llama-server with the same GGUF file, also with our draft if that is a GGUF file."""
     drafted = bool(files_of(Path(base.settings.draft.model)))
-    return (NONE, "auto", SERVER, *([f"{SERVER},draft={OWN}"] if drafted else []))
+    return (*own_methods(base), SERVER, *([f"{SERVER},draft={OWN}"] if drafted else []))
 
 
 def tree_of(policy: str) -> dict[str, object]:
@@ -201,6 +207,8 @@ def read_method(base: Configuration, text: str) -> Method:
             f"--method {head} is part of a checkout: run bench there, or measure its server with "
             "--url"
         )
+    elif head == AUTO:
+        configuration = base
     elif head in POLICIES:
         if base.settings.draft.kind == NONE:
             raise UserError(

@@ -91,7 +91,7 @@ COMPARING = {
     "methods",
     multiple=True,
     metavar="METHOD[,SETTING=VALUE...]",
-    help="What to measure; can be repeated. `none` is always run.",
+    help="What to measure; can be repeated. `none` is always run.  [default: auto]",
 )
 @click.option(
     "--temperature",
@@ -195,14 +195,15 @@ def command(
 ) -> None:
     """Measure methods on sets of prompts at several temperatures, alternating prompt by prompt.
 
-    MODEL is the target, as for `dovetail serve`. METHOD is none, a kind of draft, a tree policy
-    (the draft of the settings with this policy), the folder of a draft, a settings file
-    (NAME.toml), assisted (transformers' assisted generation with the same two models), llama-server
-    (with the target's own GGUF file) or llama.cpp (llama-cpp-python with another target, written as
-    GGUF), with settings appended: --method small,tree.gamma=6,draft.ahead=false. llama-server also
-    takes draft=FILE.gguf or draft=own (our draft's file), and max=N, threads=N, flash=on|off, by
-    default the fastest; llama.cpp also takes threads=N, draft=lookup (its prompt lookup), lookup=N
-    and cache=f16|f32. These three are part of a checkout, not of an installation.
+    MODEL is the target, as for `dovetail serve`. METHOD is none, auto (the draft of the settings),
+    a kind of draft, a tree policy (the draft of the settings with this policy), the folder of a
+    draft, a settings file (NAME.toml), assisted (transformers' assisted generation with the same
+    two models), llama-server (with the target's own GGUF file) or llama.cpp (llama-cpp-python with
+    another target, written as GGUF), with settings appended: --method
+    small,tree.gamma=6,draft.ahead=false. llama-server also takes draft=FILE.gguf or draft=own (our
+    draft's file), and max=N, threads=N, flash=on|off, by default the fastest; llama.cpp also takes
+    threads=N, draft=lookup (its prompt lookup), lookup=N and cache=f16|f32. These three are part of
+    a checkout, not of an installation.
 
     Exit code 1 if a method's tokens differ from those of none by more than a near-tie, or if a
     draft failed. llama.cpp and llama-server compute with other number types: their differences are

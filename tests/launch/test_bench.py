@@ -34,7 +34,7 @@ from dovetail.launch.bench.figures import (
     show_notes,
     speedup,
 )
-from dovetail.launch.bench.methods import Method, PromptSet, read_method
+from dovetail.launch.bench.methods import Method, PromptSet, read_method, read_methods
 from dovetail.launch.bench.turns import (
     Cell,
     Journal,
@@ -234,6 +234,14 @@ def test_a_method_is_a_kind_a_folder_or_a_file_with_settings_appended(tmp_path: 
     assert (folder.kind, folder.model) == ("auto", str(tmp_path))
     tree = read_method(base(), f"{file},tree.gamma=9").configuration.settings.tree
     assert (tree.gamma, tree.depth) == (9, 2)
+
+
+@pytest.mark.parametrize("kind", ["auto", "ngram", "none"])
+def test_without_methods_the_draft_of_the_settings_is_measured(kind: str) -> None:
+    asked = base().over("--draft", {"draft.kind": kind})
+    found = [method.configuration.settings.draft for method in read_methods(asked, ())]
+    assert [draft.kind for draft in found] == [*dict.fromkeys(("none", kind))]
+    assert found[-1] == asked.settings.draft
 
 
 def test_a_policy_is_a_method_with_the_draft_of_the_settings() -> None:
