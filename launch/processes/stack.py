@@ -34,6 +34,7 @@ from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported, Role
 from dovetail.protocol.settings import DRAFT_KINDS, Settings
 from dovetail.runtime.client import Client
+from dovetail.workers.models.checkpoints.gguf.view import spelled
 
 POLL_S = 0.05
 LOADING_POLL_S = 0.02  # seconds between two polls of parts that are not ready yet
@@ -260,7 +261,7 @@ def _check_pair(configuration: Configuration) -> None:
         hub = ", which is not a folder here and would be downloaded from the Hugging Face hub"
         check_whole(target)
         raise UserError(
-            f"no draft is named for the target {target!r}{'' if there else hub}: add --draft "
-            "FOLDER with a smaller model of its vocabulary, --draft ngram or substitute, which "
-            "need no model, or --draft none for the target alone"
+            f"no draft is named for the target {spelled(target)!r}{'' if there else hub}: add "
+            "--draft FOLDER with a smaller model of its vocabulary, --draft ngram or substitute, "
+            "which need no model, or --draft none for the target alone"
         )
