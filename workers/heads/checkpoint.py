@@ -29,6 +29,7 @@ from dovetail.workers.models import transformers
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.checkpoint import stored_tensors
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.gguf.view import spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES, Stored
 
@@ -98,7 +99,7 @@ class _Target:
                 f"{source} has no num_hidden_layers in config.json; take the config.json that "
                 "belongs to the weights"
             )
-        self.shape = TargetShape(source, width, layers, rows)
+        self.shape = TargetShape(spelled(source), width, layers, rows)
         self.type = FLOAT_TYPES.get(self._stored[self._embedding].kind, torch.float32)
 
     def embedding(self) -> Tensor:
