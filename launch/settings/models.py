@@ -49,7 +49,7 @@ def boxed_heads() -> list[Path]:
 
 FUNCTIONS = {"fp32": "the file's exact function", "half": "exact only for 16-bit files"}
 """Weights -> the function that they compute from a GGUF file; others compute another function."""
-BLOCKS = {"int8": "its blocks, times activations in int8", "fp32": FUNCTIONS["fp32"]}
+BLOCKS = {"int8": "its blocks, activations in int8", "fp32": FUNCTIONS["fp32"]}
 """Activations -> the function that weights `file` compute."""
 LESS = "--weights file takes less"
 EXACT, ROUNDED = "the checkpoint's exact weights", "weights rounded once more"
@@ -89,7 +89,7 @@ def blocks_in_words(target: TargetSettings) -> str:
     else:
         return ""
     remedy = f"; {less}" if weights in ("fp32", "half") and less else ""
-    return f"{folder.name} ({mix}) in {weights}, {said}{remedy}"
+    return f"{folder.name} ({mix}), weights {weights}: {said}{remedy}"
 
 
 def _scheme_in(folder: Path) -> str:

@@ -37,7 +37,7 @@ def test_a_mix_of_blocks_says_the_same_with_speculation_and_without(
             "generate", *arguments, "--seed", "7", "--max-tokens", "24", "--json", "A star"
         )
         assert result.returncode == 0, result.stderr
-        assert "bits a number) in file, its blocks" in result.stderr
+        assert "bits a number), weights file: its blocks" in result.stderr
         said.append(json.loads(result.stdout))
     assert said[0]["text"] == said[1]["text"]
 
