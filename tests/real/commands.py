@@ -19,6 +19,7 @@ from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import UserError
 from dovetail.workers.models.checkpoints.footprint import CACHED_ROWS
 from real.caches import cache_command
+from real.drafts import drafts
 from real.groups import group, table_row
 from real.models import MODELS, fetch
 from real.quota import quota
@@ -34,6 +35,7 @@ def main() -> None:
 
 
 main.add_command(cache_command)
+main.add_command(drafts)
 main.add_command(quota)
 main.add_command(serve)
 
