@@ -67,6 +67,7 @@ MIXED_FACTS = {
     },
     "qwen35": DELTA_FACTS,
     "glm4moe": GROUP_FACTS,
+    "bailingmoe2": GROUP_FACTS | {"expert_shared_feed_forward_length": "moe_intermediate_size"},
     "dots1": GROUP_FACTS,
     "granitemoe": {"expert_shared_feed_forward_length": "shared_intermediate_size"},
     "deepseek2": {
@@ -181,7 +182,7 @@ def facts_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         }
         if config.get("mlp_layer_types"):
             found["leading_dense_block_count"] = config["mlp_layer_types"].count("dense")
-    if architecture in ("dots1", "lfm2moe", "minimax-m2"):
+    if architecture in ("bailingmoe2", "dots1", "lfm2moe", "minimax-m2"):
         found["expert_gating_func"] = 2
     if architecture.startswith("lfm2"):
         heads = config["num_key_value_heads"]

@@ -118,16 +118,19 @@ def write_gguf(
     whole_latents: bool = False,
     architecture: str | None = None,
     without: Sequence[str] = (),
+    fused: bool = False,
     **more: Any,
 ) -> Path:
     """Write the checkpoint of a folder as a GGUF file whose tensors have the types that `kinds`
     says of their names in it and their shapes; return a folder with the checkpoint of the same
     numbers, whose config.json is that of `folder`. `more`: facts beside, or in place of, its own;
     None: without. `extra`: fp32 tensors beside. `architecture`: another than its own.
-    `without`: parts of names of tensors that are left out."""
+    `without`: parts of names of tensors that are left out. `fused`: queries, keys and values are
+    one tensor."""
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
     architecture = architecture or architecture_of(config)
+    names = named(config, weights, whole_latents, architecture)
     writer = gguf.GGUFWriter(file, architecture)
     facts = {**facts_of(config, architecture), **_tokens(config), **more}
     for key, value in facts.items():
@@ -135,7 +138,9 @@ def write_gguf(
             _add(writer, key, value)
     seeds = np.random.default_rng(0)
     same = dict(weights)
-    for name, (own, change) in named(config, weights, whole_latents).items():
+    if fused or architecture == "bailingmoe2":
+        names = _fused(names, weights)
+    for name, (own, change) in names.items():
         whole = change(torch.arange(sum(weights[n].numel() for n in own)).double())
         numbers = change(torch.cat([weights[n].double().flatten() for n in own]))
         shift = 1.0 if _shifted(architecture, name) else 0.0
@@ -205,14 +210,17 @@ def coded(numbers: np.ndarray, kind: Type, seeds: np.random.Generator) -> tuple[
 
 
 def named(
-    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], whole_latents: bool = False
+    config: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    whole_latents: bool,
+    architecture: str,
 ) -> dict[str, tuple[Sequence[str], Callable[[torch.Tensor], torch.Tensor]]]:
     """Return by the name of each tensor of the file the checkpoint's tensors that it is made of,
     and how it is made of their numbers behind each other."""
-    architecture = architecture_of(config)
     layers = layers_of(config)
     arch = next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
     table = gguf.get_tensor_name_map(arch, layers)
+    apart = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)  # before `_fused`
     tied = config.get("tie_word_embeddings", config["model_type"] == "gpt2")
     found: dict[str, Any] = {}
     for name, tensor in weights.items():
@@ -246,8 +254,26 @@ def named(
             in_file = BARE.sub(r"\1.bias", f"{name}.weight" if name.endswith(".sinks") else name)
             in_file = in_file.replace(".dt_bias", ".dt_proj.bias")
             known = table.get_name(in_file, (".weight", ".bias"))
+            known = known or apart.get_name(in_file, (".weight", ".bias"))
             assert known is not None, name
             found[known] = [name], _changed(config, name, shape)
+    return found
+
+
+def _fused(names: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Queries, keys and values of a layer as one tensor, as of the converter's --fuse-qkv."""
+    found = dict(names)
+    for query in [name for name in names if ".attn_q." in name]:
+        parts = [found.pop(query.replace("attn_q.", f"attn_{part}.")) for part in "qkv"]
+        own = [name for names_of_part, _ in parts for name in names_of_part]
+        sizes = [weights[name].numel() for name in own]
+        changes = [change for _, change in parts]
+
+        def joined(flat: torch.Tensor, changes: Any = changes, sizes: Any = sizes) -> torch.Tensor:
+            pieces = zip(changes, flat.split(sizes), strict=True)
+            return torch.cat([change(piece) for change, piece in pieces])
+
+        found[query.replace("attn_q.", "attn_qkv.")] = own, joined
     return found
 
 

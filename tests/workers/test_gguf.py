@@ -132,6 +132,16 @@ FIELDS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "routed_scaling_factor": 1.5,
     },
+    "glm4_moe bailingmoe2": {
+        **WIDE,
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 256,
+        "use_qk_norm": True,
+    },
     "deepseek_v2": {
         **LATENT,
         "q_lora_rank": None,
@@ -261,7 +271,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "minicpm3": {**WIDE, **RANKS, "scale_depth": 1.4, "dim_model_base": 256},
     "youtu": {**WIDE, **RANKS},
 }
-EVERYDAY = ("gpt2", "gpt_oss", "gemma3_text", "qwen3_next")
+ALSO: dict[str, dict[str, Any]] = {"glm4_moe bailingmoe2": {"architecture": "bailingmoe2"}}
+"""Arguments of `write_gguf` by kind."""
+EVERYDAY = ("gpt2", "gpt_oss", "gemma3_text", "qwen3_next", "glm4_moe bailingmoe2")
 """Families that between them take every way of arranging rows, norms and experts."""
 BLOCKS_EVERYDAY = ("llama", "gpt2", "gemma2", "gpt_oss", "qwen3_next", "granitemoehybrid dense")
 
@@ -280,6 +292,7 @@ def write(folder: Path, kind: str = "llama", **more: Any) -> tuple[Path, Path]:
         return next(turn) if shape[-1] % 256 == 0 else Type.F16
 
     file = folder / f"{kind}.gguf"
+    more |= ALSO.get(kind, {})
     return file, write_gguf(folder / kind, file, kinds, **more)
 
 
@@ -346,6 +359,13 @@ def test_a_family_is_computed_from_blocks_as_from_their_numbers(tmp_path: Path, 
     assert torch.equal(logits(load(file, "file", activations="fp32")), exact)
     moved = (logits(load(file, "file")) - exact).norm(dim=1) / exact.norm(dim=1)
     assert 0 < float(moved.quantile(0.25)) < 0.2  # some rows go through another expert
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["granite", "qwen2"])
+def test_fused_queries_keys_and_values_are_read_apart(tmp_path: Path, kind: str) -> None:
+    file, twin = write(tmp_path, kind, fused=True)
+    assert torch.equal(logits(load(file, "file", activations="fp32")), logits(load(twin)))
 
 
 @needs_kernels

@@ -49,7 +49,12 @@ LARGEST = 1 << 32  # the largest whole number in a file's architecture, which ha
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"
 GUESSES = "nextn_predict_layers"
-GUESSING = frozenset(("glm4moe", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "nemotron_h_moe"))
+GUESSING = frozenset(
+    (
+        *("bailingmoe2", "deepseek2", "glm4moe", "nemotron_h_moe"),
+        *("qwen35", "qwen35moe", "qwen3next"),
+    )
+)
 """Architectures whose last layers may predict further tokens (multi-token prediction)."""
 
 

@@ -171,6 +171,9 @@ def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, 
     part = f"{layer}{naming.expert_part}.experts" if naming.expert_part else f"{layer}experts"
     if known and name in naming.layer and end in ("weight", "bias"):
         yield _ended(f"{layer}{naming.layer[name]}", end), _changed(placed, name, facts, naming)
+    elif known and name == "attn_qkv" and "attn_q" in naming.layer:
+        for own, rows in _split(placed, facts):
+            yield f"{layer}{naming.layer[own]}.{end}", _changed(rows, own, facts, naming)
     elif known and (bare := naming.bare.get(f"{name}.{end}".removesuffix("."))) is not None:
         yield f"{layer}{bare}", _changed(placed, name, facts, naming)
     elif known and name in naming.experts and naming.stacks is not Stacks.APART:
@@ -182,6 +185,21 @@ def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, 
         yield f"{part}.gate_up_proj", placed
     else:
         raise facts.refusal(f"tensor {place.name} is not known for this architecture here")
+
+
+def _split(placed: Placed, facts: Facts) -> Iterator[tuple[str, Placed]]:
+    """Queries, keys and values that a file has in one tensor (`--fuse-qkv`), by files' names."""
+    place, heads, first = placed.place, facts.whole(HEADS), 0
+    keys = facts.each(KV_HEADS)[_layer_of(place.name)] if KV_HEADS in facts else heads
+    each, rest = divmod(place.shape[0], max(1, heads + 2 * keys))
+    if rest or not each:
+        rows = f"{place.shape[0]} rows for {heads} heads and {keys} key heads"
+        raise facts.refusal(f"tensor {place.name} has {rows}")
+    for own, count in (("attn_q", heads), ("attn_k", keys), ("attn_v", keys)):
+        shape = (count * each, *place.shape[1:])
+        offset = place.offset + first * (place.size_bytes // place.shape[0])
+        yield own, replace(placed, place=Place(place.name, shape, place.kind, offset))
+        first += shape[0]
 
 
 def _ended(name: str, end: str) -> str:

@@ -26,7 +26,7 @@ replaces it."""
 ROTATED_IN_PART = frozenset(
     (
         *("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"),
-        *("stablelm", "phi2", "gptneox", "nemotron", "granitehybrid"),
+        *("stablelm", "phi2", "gptneox", "nemotron", "granitehybrid", "bailingmoe2"),
     )
 )
 """Architectures whose model in transformers can rotate a part of a head."""
@@ -174,8 +174,9 @@ def pattern(facts: Facts, every: int) -> list[str]:
 
 
 def has_bias(facts: Facts, name: str) -> bool:
-    """Return whether a linear of the first layer has a bias."""
-    return f"blk.0.{name}.bias" in facts.tensors
+    """Return whether a linear of the first layer has a bias; queries may be fused with keys."""
+    names = (name, "attn_qkv") if name == "attn_q" else (name,)
+    return any(f"blk.0.{one}.bias" in facts.tensors for one in names)
 
 
 EPSILON = "attention.layer_norm_epsilon"
@@ -230,7 +231,7 @@ def llama(facts: Facts) -> Configuration:
         **with_rms(facts),
         "model_type": "llama",
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "attention_bias": has_bias(facts, "attn_q"),
         "mlp_bias": "blk.0.ffn_down.bias" in facts.tensors,
     }
     if not facts.whole("expert_count", 0):
@@ -542,7 +543,7 @@ def starcoder2(facts: Facts) -> Configuration:
         "model_type": "starcoder2",
         "norm_epsilon": facts.epsilon("attention.layer_norm_epsilon"),
         "hidden_act": "gelu_pytorch_tanh",
-        "use_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "use_bias": has_bias(facts, "attn_q"),
         "sliding_window": None,
         **dict.fromkeys(("residual_dropout", "embedding_dropout"), 0.0),
     }

@@ -18,7 +18,8 @@ from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Fact
 
 SOFTMAX, SIGMOID = 1, 2  # functions that make scores of a router's logits, by llama.cpp's numbers
 NOTHING = 0
-SCORED = frozenset(("dots1", "lfm2moe", "minimax-m2"))  # architectures that must name their scores
+SCORED = frozenset(("bailingmoe2", "dots1", "lfm2moe", "minimax-m2"))
+"""Architectures that must name their scores."""
 GLM_FLASH = ((47, 154880), (48, 154880))  # layers and tokens of GLM-4.7-Flash
 LLAMA4_CHUNK = 8192  # positions of a chunk, and those after which queries grow (llama.cpp's)
 
@@ -62,7 +63,7 @@ def qwen2moe(facts: Facts) -> Configuration:
         **with_rms(facts),
         **experts_of(facts),
         "model_type": "qwen2_moe",
-        "qkv_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "qkv_bias": has_bias(facts, "attn_q"),
         "moe_intermediate_size": facts.whole(
             "expert_feed_forward_length", facts.whole("feed_forward_length")
         ),
@@ -122,7 +123,7 @@ def glm4moe(facts: Facts) -> Configuration:
         **found,
         "model_type": "glm4_moe",
         "n_routed_experts": found.pop("num_experts"),
-        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "attention_bias": has_bias(facts, "attn_q"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in facts.tensors,
         "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "n_shared_experts": facts.whole("expert_shared_count"),
@@ -138,6 +139,12 @@ def glm4moe(facts: Facts) -> Configuration:
 def dots1(facts: Facts) -> Configuration:
     """GLM-4.5's experts, behind attention that norms queries and keys of each head."""
     return {**glm4moe(facts), "model_type": "dots1", "sliding_window": None}
+
+
+def bailingmoe2(facts: Facts) -> Configuration:
+    """GLM-4.5 with head norms; Ling rotates half of a head, Sarvam all of it."""
+    facts.whole("expert_shared_feed_forward_length", 0)  # transformers has a product for it
+    return glm4moe(facts)
 
 
 def deepseek2(facts: Facts) -> Configuration:
@@ -238,7 +245,7 @@ def ernie4_5_moe(facts: Facts) -> Configuration:
     return {
         **found,
         "model_type": "ernie4_5_moe",
-        "use_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "use_bias": has_bias(facts, "attn_q"),
         "moe_num_experts": found.pop("num_experts"),
         "moe_k": found.pop("num_experts_per_tok"),
         "moe_intermediate_size": width,

@@ -368,7 +368,10 @@ NAMINGS: Mapping[str, Naming] = {
         experts=GATED,
         bare=_CORRECTED,
     ),
-    "dots1": Naming({**LLAMA, **HEAD_NORMS, **_SHARED_EXPERTS}, experts=GATED, bare=_CORRECTED),
+    **dict.fromkeys(
+        ("bailingmoe2", "dots1"),
+        Naming({**LLAMA, **HEAD_NORMS, **_SHARED_EXPERTS}, experts=GATED, bare=_CORRECTED),
+    ),
     "deepseek2": Naming(
         {**NORMS, **MLP, **_SHARED_EXPERTS, **LATENT}, experts=GATED, bare=_CORRECTED, latents=True
     ),

@@ -13,6 +13,7 @@ from dovetail.workers.models.checkpoints.gguf.facts import Facts
 
 CONFIGURATIONS: Mapping[str, Callable[[Facts], Configuration]] = {
     "arcee": plain("arcee", "relu2"),
+    "bailingmoe2": mixtures.bailingmoe2,
     "cohere2": dense.cohere2,
     "deepseek2": mixtures.deepseek2,
     "dots1": mixtures.dots1,

@@ -38,7 +38,7 @@ def _delta(facts: Facts) -> Configuration:
     return {
         **found,
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "attention_bias": has_bias(facts, "attn_q"),
         "layer_types": [LINEAR if state else FULL for state in states],
         "linear_conv_kernel_dim": facts.whole("ssm.conv_kernel"),
         "linear_key_head_dim": facts.whole("ssm.state_size"),
