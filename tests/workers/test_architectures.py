@@ -133,6 +133,7 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
         ("gemma3n", "several states per token (AltUp)"),
         ("gemma3n_text", "several states per token (AltUp)"),
         ("gemma4_unified_assistant", "which is not supported"),
+        ("axk2", "of type indexed_attention, which need a sparse indexer"),
         ("lfm3", "of type conv, which keep the last inputs of a convolution; states are followed"),
         ("olmo_hybrid", "of type linear_attention, which keep a recurrent state; states are"),
     ],
@@ -145,6 +146,15 @@ def test_a_refusal_names_what_is_missing_here(kind: str, missing: str, tmp_path:
     if "states are" in missing:
         assert "qwen3_next alone, and this model type is not described here" in str(refused.value)
         assert kind not in RECURRENT_FAMILIES
+
+
+def test_a_language_model_with_a_sparse_indexer_is_refused_for_that(tmp_path: Path) -> None:
+    part = {"model_type": "minimax_m3_vl_text", "sparse_attention_config": {}}
+    content = {"model_type": "minimax_m3_vl", "text_config": part}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="whose layers need a sparse indexer") as refused:
+        read_config(tmp_path / "config.json")
+    check_refusal(str(refused.value), tmp_path)
 
 
 def test_a_model_with_more_embeddings_than_logits_is_sampled(tmp_path: Path) -> None:

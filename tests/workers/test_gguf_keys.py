@@ -7,8 +7,10 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.configured import read_config
@@ -314,4 +316,36 @@ def test_odd_unused_keys_are_ignored(tmp_path: Path) -> None:
     assert json.loads((view_of(tmp_path / "model.gguf") / "config.json").read_text()) == config
     with_keys(tmp_path / "model.gguf", {b"tokenizer.chat_template": struct.pack("<I", 8) + text})
     with pytest.raises(CheckpointError, match=r"chat_template has text that is not UTF-8; take"):
+        view_of(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "key", "value", "lacking"),
+    [
+        ("blk.0.attn_q.weight", None, 0, "a description of this architecture; use .* safetensors"),
+        ("blk.0.indexer.k_norm.weight", None, 0, "a sparse indexer; use a model of another"),
+        ("enc.blk.0.attn_q.weight", None, 0, "an encoder;"),
+        ("blk.0.time_mix_w1.weight", None, 0, "RWKV's recurrent states;"),
+        ("blk.0.ssm_x.weight", None, 0, "the recurrent states of the first Mamba;"),
+        ("fc.weight", None, 0, "the states of another model, for which it drafts;"),
+        ("blk.0.attn_q.weight", "attention.causal", False, "attention in both directions;"),
+        ("blk.0.attn_q.weight", "attention.causal", True, "a description of this architecture;"),
+        ("blk.0.attn_q.weight", "attention.max_alibi_bias", 8.0, r"scores .* \(ALiBi\);"),
+        ("blk.0.attn_q.weight", "num_loops", 2, "layers that run several times;"),
+    ],
+)
+def test_the_refusal_of_an_architecture_names_what_is_missing(
+    tmp_path: Path, tensor: str, key: str | None, value: float, lacking: str
+) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "other")
+    writer.add_block_count(1)
+    if key is not None:
+        add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}
+        add[type(value)](f"other.{key}", value)
+    writer.add_tensor(tensor, np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=rf"\(architecture other\): .* lack of {lacking}"):
         view_of(tmp_path / "model.gguf")

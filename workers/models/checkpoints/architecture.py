@@ -53,7 +53,9 @@ KERNELS_ALONE = {
     **dict.fromkeys(LATENT_FAMILIES, "attention over latents is"),
 }
 """Model types that the library does not compute, by which of their parts the kernels' layers do."""
-SPARSE = "choose by a score of their own which tokens they attend to (sparse attention)"
+SPARSE = "need a sparse indexer, which chooses the tokens that they attend to and is missing here"
+INDEXERS = ("index_topk", "sparse_attention_config", "sparse_num_index_heads")
+"""Fields of configurations whose layers have a sparse indexer."""
 SUMMED = "attend to summaries of several tokens (compressed attention)"
 LAYER_TYPES = {
     "compressed_sparse_attention": SUMMED,
@@ -110,7 +112,10 @@ def refuse_content(content: Mapping[str, Any], file: Path) -> None:
     if content.get("vocab_size") is None:
         parts = (content.get(name) for name in LANGUAGE_MODELS)
         if (part := next((part for part in parts if isinstance(part, dict)), None)) is not None:
-            raise composite(kind, str(part.get("model_type") or "of no model_type"), file)
+            own = str(part.get("model_type") or "of no model_type")
+            if any(name in part for name in INDEXERS):
+                raise undecodable(file, kind, f"has a language model ({own}) whose layers {SPARSE}")
+            raise composite(kind, own, file)
         raise CheckpointError(f"{file} of model type {kind} has no vocab_size; {REMEDY}")
     _refuse_sizes(content, file)
 
@@ -132,7 +137,7 @@ def refuse_unknown(content: Mapping[str, Any], file: Path, *, known: bool, versi
 
 def composite(kind: str, part: str, file: Path) -> CheckpointError:
     """The error for a model that contains a language model."""
-    why = f"is a language model ({part}) with other parts, and cannot be loaded alone"
+    why = f"is a language model ({part}) with other parts, and that is not read alone here"
     return undecodable(file, kind, why)
 
 

@@ -34,7 +34,7 @@ def contents_of(model: Model) -> tuple[dict[str, str], TokenTable]:
     models."""
     facts = Facts(model)
     if facts.architecture not in CONFIGURATIONS:
-        raise facts.refusal("its architecture is not read from GGUF here")
+        raise facts.undescribed()
     config = CONFIGURATIONS[facts.architecture](facts)
     facts.refuse_more()
     tensors = placed_in(model)

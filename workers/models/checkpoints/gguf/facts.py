@@ -41,6 +41,22 @@ EQUAL = {
     "rope.freq_base_swa": "rope.freq_base",
 }
 """Keys that change nothing if their value is that of another key."""
+PARTS = {
+    ".indexer": "a sparse indexer",
+    ".enc.blk.": "an encoder",
+    ".fc.": "the states of another model, for which it drafts",
+    ".nextn.pre_projection.": "the states of another model, for which it drafts",
+    ".altup_": "several states per token (AltUp)",
+    ".time_mix_": "RWKV's recurrent states",
+    ".ssm_x.": "the recurrent states of the first Mamba",
+}
+"""Parts of names of tensors -> what their layers need that no described architecture has."""
+NEEDS = {
+    "attention.causal": (True, "attention in both directions"),
+    "attention.max_alibi_bias": (0, "scores lessened by distance (ALiBi)"),
+    "num_loops": (1, "layers that run several times"),
+}
+"""Keys -> the value with which they need nothing, and what is needed with others."""
 EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 """An architecture uses the one for its kind of norms; converters write both."""
 WINDOW = "attention.sliding_window"
@@ -186,6 +202,21 @@ class Facts:
             f"{self.model.file} (architecture {self.architecture}): {why}; use another file of "
             "this model, or its folder of safetensors"
         )
+
+    def undescribed(self) -> CheckpointError:
+        """Return the error for an architecture that is not described here. It names what is
+        missing: by the file's tensors and keys, or else the description."""
+        facts, names = self.model.facts, [f".{name}" for name in self.tensors]
+        found = [what for part, what in PARTS.items() if any(part in name for name in names)]
+        for key, (needless, what) in NEEDS.items():
+            if not np.any(facts.get(self._prefix + key, needless) == needless):
+                found.append(what)
+        use = "use a model of another architecture"
+        if not found:
+            found = ["a description of this architecture"]
+            use += ", or a folder of safetensors if its model type is described"
+        where = f"{self.model.file} (architecture {self.architecture})"
+        return CheckpointError(f"{where}: it is not read here for lack of {found[0]}; {use}")
 
     def _is_neutral(self, key: str) -> bool:
         if key == "use_parallel_residual":
