@@ -357,7 +357,7 @@ def without_speculation(
     full = result.finish_reason == "length" and last == 1 and (not every or plain == 1)
     reasons = ["the last, which had room for a single token" if full else ""]
     if rounds := result.control_rounds:
-        reasons.insert(0, f"{rounds} to measure the target's pass over a single row")
+        reasons.insert(0, f"{rounds} to measure the target alone")
     reasons.append(missing or (about[-1] if about else ""))
     left = plain - result.control_rounds - full
     if left > 0 and not about and not missing:

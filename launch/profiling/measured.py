@@ -200,9 +200,9 @@ def costs_of(evidence: Evidence, mixture: Mixture | None = None) -> PairCosts:
         costs.exposed_s.add(record.draft_ns / NS)
     if len(evidence.plain) >= LEAST_PLAIN or not evidence.drafted:
         for record in evidence.plain:
-            costs.undrafted_host_s.add(_beside_s(record))
+            costs.undrafted_s.add(_beside_s(record))
     else:
-        costs.undrafted_host_s.add(costs.host_s.value * UNDRAFTED_HOPS / DRAFTED_HOPS)
+        costs.undrafted_s.add(costs.host_s.value * UNDRAFTED_HOPS / DRAFTED_HOPS)
     return costs
 
 

@@ -325,7 +325,7 @@ class Result(Frozen):
     plain_rounds: Count = 0
     """Rounds verified without a tree."""
     control_rounds: Count = 0
-    """Plain rounds that were inserted to measure the target's pass over a single row."""
+    """Plain rounds that were inserted to measure the target alone."""
     predicted_tokens_per_s: float | None = None
     """The rate that the cost model predicted for these rounds before each began; None if it knew
     too little."""

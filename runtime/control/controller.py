@@ -17,7 +17,8 @@ from dovetail.runtime.control.rounds import Begun, Calibration, Load, Plan, Roun
 from dovetail.runtime.costs.rounds import PairCosts
 
 CONTROLS = (0, 8, 32)
-"""Rounds of a pair after which a pass over one row is measured, without a profile."""
+"""Rounds of a pair after which rounds without a draft are measured, if they were not before."""
+CONTROLLED = 3  # consecutive rounds of such a measurement: from the second on passes can overlap
 EMPTY = 4  # consecutive empty proposals after which the draft's statistics are doubted
 RESTING = 16  # rounds without a command after that, if other sessions wait for the draft
 FORESEEN, LEAST_CHANCE = 8, 0.05
@@ -54,7 +55,8 @@ class Controller:
         """The plan of the next round, and the era in which it was made."""
         self.expected_tokens = self.predicted_s = 0.0
         """Sums over all predicted rounds."""
-        self.controls = 0  # rounds without a draft, to measure the target's pass over a single row
+        self.controls = self._controls_left = 0  # rounds without a draft, to measure such rounds
+        self._was_ordered = True  # a draft worked in the last round, which delays the next one
         self.work_with(pair, costs)
 
     # -- the pair and the load ---------------------------------------------------------------------
@@ -131,8 +133,9 @@ class Controller:
 
     @property
     def idle(self) -> bool:
-        """Whether drafting is off at present because it does not pay off."""
-        return self._now.on_off is not None and not self._now.on_off.drafting
+        """Whether nothing is drafted at present: it does not pay off, or rounds are measured."""
+        on_off = self._now.on_off
+        return on_off is not None and (self._controls_left > 0 or not on_off.drafting)
 
     @property
     def off(self) -> str | None:
@@ -214,6 +217,10 @@ class Controller:
             self.begun = Begun(load, sampled=sampled)
             return now.pair is not None
         self.begun = Begun(load, on_off.era, sampled)
+        if self._controls_left:
+            self._controls_left -= 1
+            self.controls += 1
+            return False
         return on_off.drafting
 
     def foresees(self, searched: SearchedLog, context: int, *, later: int = 0) -> bool:
@@ -244,6 +251,7 @@ class Controller:
             if load.alone and self._is_control_due(pair):
                 pair.controls += 1
                 self.controls += 1
+                self._controls_left = CONTROLLED - 1
                 return None
         begun.ordered = True
         era = on_off.era if on_off is not None else 0
@@ -273,12 +281,9 @@ class Controller:
         return True
 
     def _is_control_due(self, pair: Pair) -> bool:
-        """Return whether a pass over one row must be measured; other sessions may share it."""
-        target = self._now.costs.target
-        if target.profiled:
-            return False
+        """Return whether rounds without a draft must be measured."""
         due = sum(pair.rounds >= after for after in CONTROLS)
-        return not (target.seen(1) >= due or (target.known and pair.controls >= due))
+        return max(pair.controls, self._now.costs.undrafted_s.count) < due
 
     def sends(self, context: float, scores: Sequence[float], rows: int) -> None:
         """Predict a round with nodes of these scores, in a pass of `rows` at mean `context`."""
@@ -316,10 +321,11 @@ class Controller:
         costs, hop_s, own_s = now.costs, times.target_hop_ns / 1e9, times.coordinator_ns / 1e9
         if not (times.early and costs.target_hop_s.known):
             costs.target_hop_s.add(hop_s)
-        if done.drafted is None:
-            costs.undrafted_host_s.add(own_s + hop_s - costs.target_hop_s.value)
-        else:
+        if done.drafted is not None:
             costs.host_s.add(own_s)
+        elif not (begun.ordered or self._was_ordered):
+            costs.undrafted_s.add(own_s + hop_s)
+        self._was_ordered = begun.ordered
         tokens = self._calibration.learn(done.tokens, begun.nodes)
         on_off = now.on_off
         if begun.load.level == now.load.level:

@@ -98,7 +98,7 @@ class Pair:
     """Experience of concurrent sessions, by greediness and level of load."""
     trial: AheadTrial = field(default_factory=AheadTrial)
     rounds: int = 0  # rounds with a draft
-    controls: int = 0  # rounds without a draft, to measure the target's pass over a single row
+    controls: int = 0  # measurements of rounds without a draft
     hits: Average = field(default_factory=Average)
     gamma: Average = field(default_factory=Average)
     tokens: Average = field(default_factory=Average)

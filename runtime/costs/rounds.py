@@ -108,10 +108,10 @@ class PairCosts:
     """From the command to the proposal, without drafting."""
     target_hop_s: Average = field(default_factory=Average)
     """From Verify to Verified, without the pass."""
-    host_s: Average = field(default_factory=Average)  # the coordinator's own, per round
-    undrafted_host_s: Average = field(default_factory=Average)
-    """Seconds of a round without a draft apart from the pass and `target_hop_s`; negative if
-    passes run back to back."""
+    host_s: Average = field(default_factory=Average)
+    """The coordinator's own seconds of a round with a draft."""
+    undrafted_s: Average = field(default_factory=Average)
+    """Seconds of a round without a draft apart from the pass."""
 
     @property
     def order_s(self) -> float:
@@ -142,8 +142,9 @@ class PairCosts:
 
     def beside_s(self, *, drafted: bool) -> float:
         """Return the seconds of a round apart from drafting and pass."""
-        host = self.host_s if drafted else self.undrafted_host_s
-        return self.target_hop_s.value + host.value
+        if self.undrafted_s.known and not drafted:
+            return self.undrafted_s.value
+        return self.target_hop_s.value + (self.host_s.value if drafted else 0.0)
 
     def alone_s(self, *, context: float = 0.0, rows: int = 1) -> float:
         """Return the seconds of an undrafted round of `rows` rows in total; 0 if unknown."""

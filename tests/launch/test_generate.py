@@ -348,10 +348,7 @@ def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_sess
     )
     measured = a_result(rounds=14, plain_rounds=2, control_rounds=2)
     told = without_speculation(measured, (), insists=False, last=2)
-    assert (
-        told
-        == "without speculation in 2 of 14 rounds: 2 to measure the target's pass over a single row"
-    )
+    assert told == "without speculation in 2 of 14 rounds: 2 to measure the target alone"
     assert without_speculation(measured, decisions, insists=False, last=2).endswith(
         "a single row; session 2: drafting stopped"
     )

@@ -149,7 +149,7 @@ def test_a_round_takes_its_passes_its_hops_and_the_coordinator() -> None:
         (pair.draft_hop_s, 0.001),
         (pair.target_hop_s, 0.002),
         (pair.host_s, 0.0005),
-        (pair.undrafted_host_s, 0.0002),
+        (pair.undrafted_s, 0.0022),
     ):
         average.add(value)
     assert pair.round_s(rows=5, context=0, exposed_s=0.011) == pytest.approx(0.0435)
@@ -199,7 +199,7 @@ def test_a_round_without_a_draft_costs_the_same_whoever_asks_and_whatever_is_kno
     for host_s in (0.0, 0.0002):
         expected = pytest.approx(0.021 + host_s)
         assert costs.alone_s() == costs.round_s(rows=1, exposed_s=0.0) == expected
-        costs.undrafted_host_s.add(0.0002)
+        costs.undrafted_s.add(0.0012)
 
 
 def test_messages_of_a_round_with_a_draft_are_twice_those_of_one_without() -> None:

@@ -121,7 +121,7 @@ def test_where_nothing_can_be_written_it_is_reported_once(
 
 
 def test_processes_begin_with_what_those_before_them_have_learned() -> None:
-    flags = {"coordinator.remember": "true"}
+    flags = {"coordinator.remember": "true", "tree.policy": "static"}
     shutil.rmtree(cache_folder() / FOLDER, ignore_errors=True)
     measured = []
     for tokens in (64, 2):
@@ -130,5 +130,5 @@ def test_processes_begin_with_what_those_before_them_have_learned() -> None:
             (pair,) = client.status().pairs
             measured.append(pair.t_v.rows if pair.t_v is not None else ())
         assert len([*(cache_folder() / FOLDER).glob("*.json")]) == 1
-    assert len(measured[0]) > 1
+    assert max(measured[0]) > 1
     assert set(measured[0]) <= set(measured[1])

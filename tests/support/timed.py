@@ -57,6 +57,8 @@ class Costs:
     """None: as likely as it is."""
     target_hop_s: float = 2e-4
     draft_hop_s: float = 2e-4
+    drafted_hop_s: float = 0.0
+    """What a target's hop takes longer in a round with a draft."""
     noise: float = 0.0
     """The share by which passes vary."""
     ahead_slows: float = 1.0
@@ -98,6 +100,8 @@ class TimedTarget(TimedWorker):
                 )
             ]
         assert isinstance(command, Verify)
+        if any(item.tokens for item in command.items):
+            self.clock.pass_s(self.costs.drafted_hop_s)
         rows = sum(1 + len(item.tokens) for item in command.items)
         context = sum(item.prefix for item in command.items) // len(command.items)
         slower = self.costs.ahead_slows if self.clock.ahead else 1.0
