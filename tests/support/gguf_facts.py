@@ -69,7 +69,10 @@ MIXED_FACTS = {
     "glm4moe": GROUP_FACTS,
     "bailingmoe2": GROUP_FACTS | {"expert_shared_feed_forward_length": "moe_intermediate_size"},
     "dots1": GROUP_FACTS,
-    "granitemoe": {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+    **{
+        kind: {"expert_shared_feed_forward_length": "shared_intermediate_size"}
+        for kind in ("granitemoe", "granite_swa")
+    },
     "deepseek2": {
         **GROUP_FACTS,
         "attention.q_lora_rank": "q_lora_rank",
@@ -87,6 +90,17 @@ MIXED_FACTS = {
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         **DELTA_FACTS,
     },
+    "afmoe": {
+        "leading_dense_block_count": "num_dense_layers",
+        "expert_shared_count": "num_shared_experts",
+        "expert_weights_scale": "route_scale",
+    },
+    "exaone-moe": {**GROUP_FACTS, "expert_shared_count": "num_shared_experts"},
+    "hy_v3": {
+        "expert_weights_scale": "router_scaling_factor",
+        "expert_shared_feed_forward_length": "moe_intermediate_size",
+    },
+    "mellum": {},
     "lfm2": {"shortconv.l_cache": "conv_L_cache"},
     "lfm2moe": {
         "leading_dense_block_count": "num_dense_layers",
@@ -98,7 +112,7 @@ MIXED_FACTS = {
 
 NO_EXPERTS = (
     *("qwen35", "lfm2", "falcon-h1", "nemotron_h", "minicpm3"),
-    *("granitehybrid", "granitemoe"),
+    *("granitehybrid", "granitemoe", "granite_swa"),
 )
 
 
@@ -182,7 +196,7 @@ def facts_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         }
         if config.get("mlp_layer_types"):
             found["leading_dense_block_count"] = config["mlp_layer_types"].count("dense")
-    if architecture in ("bailingmoe2", "dots1", "lfm2moe", "minimax-m2"):
+    if architecture in ("bailingmoe2", "dots1", "exaone-moe", "hy_v3", "lfm2moe", "minimax-m2"):
         found["expert_gating_func"] = 2
     if architecture.startswith("lfm2"):
         heads = config["num_key_value_heads"]
@@ -244,7 +258,24 @@ def _of_others(
         }
     if architecture in ("stablelm", "gptneox"):
         return {"use_parallel_residual": config["use_parallel_residual"]}
-    if architecture == "cohere2":
+    windows = {
+        "attention.sliding_window": config.get("sliding_window"),
+        "attention.sliding_window_pattern": kinds,
+    }
+    if architecture == "mellum":
+        base = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+        return {**windows, "rope.freq_base_swa": base}
+    if architecture == "granite_swa":
+        return {**windows, "attention.rope_pattern": [*map(bool, config["layer_rope_theta"])]}
+    if architecture == "exaone-moe":
+        dense = config["mlp_layer_types"].count("dense")
+        return {**windows, "rope.scaling.type": "none", "leading_dense_block_count": dense}
+    if architecture in ("afmoe", "hy_v3"):
+        return {
+            "attention.sliding_window": config.get("sliding_window"),
+            "expert_weights_norm": True,
+        }
+    if architecture in ("cohere2", "command-r"):
         return {"logit_scale": config["logit_scale"], "rope.scaling.type": "none"}
     if architecture == "starcoder":
         return {"attention.head_count_kv": 1}

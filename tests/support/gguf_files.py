@@ -75,21 +75,42 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h",
     "minicpm3": "minicpm3",
     "youtu": "deepseek2",
+    "afmoe": "afmoe",
+    "apertus": "apertus",
+    "cohere": "command-r",
+    "exaone": "exaone",
+    "exaone_moe": "exaone-moe",
+    "granite_swa": "granite_swa",
+    "granitemoe_swa": "granite_swa",
+    "hy_v3": "hy_v3",
+    "mellum": "mellum",
 }
 """transformers' model types, and llama.cpp's architectures."""
+SWA_NAMES = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "shared_mlp.input_linear.weight": "ffn_up_shexp.weight",
+    "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+}
+"""Those of Granite's with windows, whose files have the shared MLP as the checkpoint has it."""
 PERMUTED = (
     *("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3", "ministral3", "arcee"),
-    *("granitemoehybrid", "bamba", "nemotron_h", "olmo"),
+    *("granitemoehybrid", "bamba", "nemotron_h", "olmo", "granite_swa", "granitemoe_swa"),
+    "granitemoeshared",
 )
 """Model types of which files have rows next to each other that are rotated together."""
 BARE = re.compile(r"(e_score_correction|expert_bias)(?:_bias)?$")
 """Names of corrections, which have the end of a bias in files."""
-SCALARS = {
+SAME_NAMES = {"granite_swa": "granitehybrid", "hy_v3": "dots1", "mellum": "qwen3moe"}
+"""Architectures that the package does not know, and some with the same names."""
+OWN_NAMES = {
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "block_sparse_moe.experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
 }
-"""Numbers of Gemma 4's layers, and what files call them."""
+"""Tensors of layers whose names the package does not know, and what files call them."""
 HALVES = {
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
@@ -132,7 +153,7 @@ def write_gguf(
     architecture = architecture or architecture_of(config)
     names = named(config, weights, whole_latents, architecture)
     writer = gguf.GGUFWriter(file, architecture)
-    facts = {**facts_of(config, architecture), **_tokens(config), **more}
+    facts = {**facts_of(config, architecture), **_tokens(config), **_activations(weights), **more}
     for key, value in facts.items():
         if value is not None:
             _add(writer, key, value)
@@ -173,6 +194,14 @@ def write_gguf(
     shutil.copytree(folder, twin)
     save_file(same, twin / "model.safetensors", metadata={"format": "pt"})
     return twin
+
+
+def _activations(weights: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Return the numbers of Apertus' activations, lists under keys of its files."""
+    found: dict[str, list[float]] = {}
+    for name in sorted(name for name in weights if ".act_fn." in name):
+        found.setdefault(f"xielu.{name.rpartition('.')[2]}", []).append(float(weights[name]))
+    return found
 
 
 def _proportions(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -218,18 +247,21 @@ def named(
     """Return by the name of each tensor of the file the checkpoint's tensors that it is made of,
     and how it is made of their numbers behind each other."""
     layers = layers_of(config)
-    arch = next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
+    known_as = SAME_NAMES.get(architecture, architecture)
+    arch = next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == known_as)
     table = gguf.get_tensor_name_map(arch, layers)
     apart = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)  # before `_fused`
     tied = config.get("tie_word_embeddings", config["model_type"] == "gpt2")
     found: dict[str, Any] = {}
     for name, tensor in weights.items():
-        if name == "lm_head.weight" and tied:
+        if (name == "lm_head.weight" and tied) or ".act_fn." in name:
             continue
         shape = tuple(tensor.shape)
         layer = next((f"blk.{part}" for part in name.split(".") if part.isdecimal()), "")
-        if (rest := name.rpartition(f"{layer[4:]}.")[2]) in SCALARS:
-            found[f"{layer}.{SCALARS[rest]}"] = [name], _shaped(shape)
+        if (rest := name.rpartition(f"{layer[4:]}.")[2]) in OWN_NAMES:
+            found[f"{layer}.{OWN_NAMES[rest]}"] = [name], _shaped(shape)
+        elif architecture == "granite_swa" and rest in SWA_NAMES:
+            found[f"{layer}.{SWA_NAMES[rest]}"] = [name], _shaped(shape)
         elif (halves := _apart(config, layer, rest, shape)) is not None:
             found |= {own: ([name], change) for own, change in halves.items()}
         elif ".experts." in name and config["model_type"] == "gpt_oss":
@@ -256,6 +288,8 @@ def named(
             known = table.get_name(in_file, (".weight", ".bias"))
             known = known or apart.get_name(in_file, (".weight", ".bias"))
             assert known is not None, name
+            if architecture == "hy_v3":
+                known = known.removesuffix(".bias")
             found[known] = [name], _changed(config, name, shape)
     return found
 

@@ -29,6 +29,7 @@ from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.footprint import PROOF_BYTES, read_tensors, sizes_in
 from dovetail.workers.models.checkpoints.gguf.files import read_model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.placing import placed_in
 from dovetail.workers.models.checkpoints.gguf.rows import InFile, Pile, Rows, unpacked
 from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder, resolved, view_of
 from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
@@ -72,6 +73,7 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 GROWING = {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"]}
 PLAIN_FALCON = {
     "mamba_rms_norm": True,
@@ -270,10 +272,51 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "minicpm3": {**WIDE, **RANKS, "scale_depth": 1.4, "dim_model_base": 256},
     "youtu": {**WIDE, **RANKS},
+    "afmoe": {
+        **WIDE,
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 256,
+        "mup_enabled": True,
+        "route_scale": 1.5,
+    },
+    "apertus": {**WIDE, "rope_parameters": ROPE},
+    "cohere": WIDE,
+    "exaone": {**WIDE, "rope_parameters": ROPE},
+    "exaone_moe": {
+        **WIDE,
+        **LOCAL,
+        "moe_intermediate_size": 256,
+        "num_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "granite_swa": {**WIDE, **LOCAL, "layer_rope_theta": [0, 1e4]},
+    "granitemoe_swa": {
+        **WIDE,
+        **LOCAL,
+        "layer_rope_theta": [0, 1e4],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 512,
+    },
+    "granitemoeshared": {**WIDE, "num_local_experts": 4, "shared_intermediate_size": 512},
+    "hy_v3": {**WIDE, "moe_intermediate_size": 256, "router_scaling_factor": 1.5},
+    "mellum": {
+        **WIDE,
+        **LOCAL,
+        "moe_intermediate_size": 256,
+        "rope_parameters": {
+            "full_attention": {**ROPE, "rope_type": "linear", "factor": 8.0},
+            "sliding_attention": ROPE,
+        },
+    },
 }
 ALSO: dict[str, dict[str, Any]] = {"glm4_moe bailingmoe2": {"architecture": "bailingmoe2"}}
 """Arguments of `write_gguf` by kind."""
-EVERYDAY = ("gpt2", "gpt_oss", "gemma3_text", "qwen3_next", "glm4_moe bailingmoe2")
+EVERYDAY = (
+    *("gpt2", "gpt_oss", "gemma3_text", "qwen3_next", "glm4_moe bailingmoe2"),
+    *("apertus", "granitemoe_swa"),
+)
 """Families that between them take every way of arranging rows, norms and experts."""
 BLOCKS_EVERYDAY = ("llama", "gpt2", "gemma2", "gpt_oss", "qwen3_next", "granitemoehybrid dense")
 
@@ -539,6 +582,36 @@ def test_a_language_model_beside_an_encoder_of_images_is_that_model_alone(
         write_gguf(*(tmp_path / "model", file, lambda *_: Type.F32), architecture=name, **sections)
         configs.append(json.loads((view_of(file) / "config.json").read_text()))
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [("llama", "internlm2"), ("granite", "minicpm"), ("llama", "pangu-embedded")],
+)
+def test_an_architecture_that_computes_as_another_is_read_as_that(
+    tmp_path: Path, kind: str, architecture: str
+) -> None:
+    """openPangu's rows that rotate together are not neighbours in files."""
+    write_tiny(kind, tmp_path / "model", tie_word_embeddings=False)
+    found = []
+    for name in (kind, architecture):
+        file = tmp_path / f"{name}.gguf"
+        write_gguf(tmp_path / "model", file, lambda *_: Type.F32, architecture=name)
+        changes = {
+            own: one.change for own, one in placed_in(read_model(file)).items() if one.change
+        }
+        found.append(((view_of(file) / "config.json").read_text(), changes))
+    assert found[0][0] == found[1][0]
+    assert found[1][1] == ({} if "pangu" in architecture else found[0][1])
+    assert found[0][1]
+
+
+def test_a_file_of_minicpm_without_its_factors_is_refused(tmp_path: Path) -> None:
+    write_tiny("granite", tmp_path / "model")
+    facts = {"architecture": "minicpm", "minicpm.residual_scale": None}
+    write_gguf(tmp_path / "model", tmp_path / "m.gguf", lambda *_: Type.F32, **facts)
+    with pytest.raises(CheckpointError, match=r"key minicpm\.residual_scale is missing"):
+        view_of(tmp_path / "m.gguf")
 
 
 @needs_kernels

@@ -136,7 +136,9 @@ def vocabulary(name: str | None, text: str = "AB", **more: Any) -> Vocabulary:
     facts = {"model": "gpt2", "tokens": tokens, "merges": merges, "bos_token_id": 0, **more}
     facts |= {} if name is None else {"pre": name}
     keys = {f"tokenizer.ggml.{key}": one for key, one in facts.items() if one is not None}
-    return read_vocabulary(Model([FileHead(Path("m.gguf"), Identity(0, 0, 0, 0, 0), keys, (), 0)]))
+    return read_vocabulary(
+        Model([FileHead(Path("m.gguf"), Identity(0, 0, 0, 0, 0), keys, (), 0, {})])
+    )
 
 
 def plain_bytes() -> dict[int, str]:

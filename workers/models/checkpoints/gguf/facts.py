@@ -67,7 +67,7 @@ KV_HEADS = "attention.head_count_kv"
 GUESSES = "nextn_predict_layers"
 GUESSING = frozenset(
     (
-        *("bailingmoe2", "deepseek2", "glm4moe", "nemotron_h_moe"),
+        *("bailingmoe2", "deepseek2", "exaone-moe", "glm4moe", "hy_v3", "nemotron_h_moe"),
         *("qwen35", "qwen35moe", "qwen3next"),
     )
 )

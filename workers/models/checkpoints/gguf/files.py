@@ -71,6 +71,7 @@ class FileHead:
     facts: Mapping[str, Any]  # numbers, texts, lists, and arrays; text that is not UTF-8 is bytes
     tensors: tuple[Place, ...]
     size_bytes: int  # offset of the first tensor, in bytes from the beginning of the file
+    ends: Mapping[str, int]  # keys -> offset of the end of their value
 
 
 def read_head(file: Path, *, texts: bool = True) -> FileHead:
@@ -125,7 +126,9 @@ class _Reader:
             if offset % alignment:
                 self._refuse(f"tensor {name[:100]} begins at {offset}, not at a whole {alignment}")
             found[name] = Place(name, shape, kind, begin + offset)
-        return FileHead(self._file, identity, facts, tuple(found.values()), min(begin, self._size))
+        ends = {key: span.stop for key, span in spans.items()}
+        tensors_at, size = tuple(found.values()), min(begin, self._size)
+        return FileHead(self._file, identity, facts, tensors_at, size, ends)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text("the name of a tensor", LONGEST_NAME)

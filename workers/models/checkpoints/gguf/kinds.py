@@ -17,7 +17,7 @@ class NumberKind:
 
     def size_of(self, shape: Sequence[int]) -> int:
         """Return the bytes of a tensor [..., row]; ValueError if its rows are not whole blocks."""
-        if shape[-1] % self.numbers:
+        if prod(shape[-1:]) % self.numbers:
             raise ValueError(
                 f"has rows of {shape[-1]} numbers, not a multiple of the blocks of {self.numbers} "
                 f"of {self.name}"

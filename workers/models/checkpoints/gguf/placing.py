@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
 from dovetail.workers.models.checkpoints.gguf.architectures.namings import (
     BOTH_UP,
     KEYS_UP,
@@ -19,7 +21,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.namings import (
 )
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 from dovetail.workers.models.checkpoints.gguf.files import FileHead, Model, Place
-from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, STORED
+from dovetail.workers.models.checkpoints.gguf.kinds import F32, KINDS, STORED
 
 SHARING = "attention.shared_kv_layers"
 SCALE = "attention.scale"
@@ -104,6 +106,8 @@ def placed_in(model: Model) -> dict[str, Placed]:
         if not _reads_another(place.name, facts)
         for name, placed in _named(Placed(head, place), facts, naming)
     }
+    if facts.architecture == "apertus":
+        found |= _activations(facts)
     if facts.architecture == "nemotron_h_moe":
         found = {**_without_shared(found), **found}
     if naming.latents:
@@ -111,6 +115,19 @@ def placed_in(model: Model) -> dict[str, Placed]:
     if naming.stacks is not Stacks.APART:
         return _turned(found, facts, naming)
     return _piled(found, facts)
+
+
+def _activations(facts: Facts) -> dict[str, Placed]:
+    """Return the numbers of Apertus's activations, which are lists under keys."""
+    head, found, layers = facts.model.heads[0], {}, facts.layers
+    for part, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
+        values = head.facts.get(key := f"xielu.{part}")
+        if not isinstance(values, np.ndarray) or (values.dtype, len(values)) != ("<f4", layers):
+            raise facts.refusal(f"{key} is not a list of {layers} fp32 numbers")
+        for at in range(layers):
+            place = Place(key, shape, F32, head.ends[key] - 4 * (layers - at))
+            found[f"model.layers.{at}.mlp.act_fn.{part}"] = Placed(head, place)
+    return found
 
 
 def _without_shared(found: Mapping[str, Placed]) -> dict[str, Placed]:

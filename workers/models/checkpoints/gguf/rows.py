@@ -209,7 +209,7 @@ UNPACK: Mapping[int, Callable[[Tensor], Tensor]] = {  # `KINDS` has their names
 def unpacked(content: bytearray, kind: int, shape: Sequence[int]) -> Tensor:
     """Return a tensor's numbers [*shape] in their own type; blocks in fp32, MXFP4 in bf16."""
     if kind in PLAIN:
-        return torch.frombuffer(content, dtype=PLAIN[kind]).view(*shape)
+        return torch.frombuffer(content, dtype=PLAIN[kind]).view(tuple(shape))
     said, unpack = KINDS[kind], UNPACK[kind]
     blocks = torch.frombuffer(content, dtype=torch.uint8).view(-1, said.size_bytes)
     dtype = torch.bfloat16 if kind == MXFP4 else torch.float32

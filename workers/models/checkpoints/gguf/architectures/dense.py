@@ -17,8 +17,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 BASE = 10000.0  # the default base of rotation: llama.cpp's, for every architecture
 UNTIED = frozenset(
     (
-        *("dots1", "gpt-oss", "gptneox", "minimax-m2", "nemotron", "olmo2", "olmoe", "phi2"),
-        *("qwen2moe", "stablelm"),
+        *("apertus", "dots1", "exaone-moe", "gpt-oss", "gptneox", "internlm2", "mellum"),
+        *("minimax-m2", "nemotron", "olmo2", "olmoe", "phi2", "qwen2moe", "stablelm"),
     )
 )
 """Architectures that llama.cpp does not load without output.weight; elsewhere the embedding
@@ -519,6 +519,40 @@ def _experts(facts: Facts) -> Configuration:
     }
 
 
+def minicpm(facts: Facts) -> Configuration:
+    """Granite, whose factors older files do not have."""
+    for key in ("embedding_scale", "residual_scale", "logit_scale"):
+        facts.positive(key)
+    return granite(facts)
+
+
+def granite_swa(facts: Facts) -> Configuration:
+    """Granite with sinks and windows, not rotated in some layers. With experts, an MLP for all rows
+    is next to them, if it has a width."""
+    facts.numbers("attention.sliding_window_pattern")  # llama.cpp has no default
+    found, layers = granite(facts), facts.layers
+    rotated = facts.numbers("attention.rope_pattern", [1] * layers)[:layers]
+    if len(rotated) != layers:
+        raise facts.refusal(f"it has rotation flags for {len(rotated)} layers")
+    base = found["rope_parameters"]["rope_theta"]
+    found |= {
+        "model_type": "granite_swa",
+        "sliding_window": facts.whole("attention.sliding_window"),
+        "layer_types": pattern(facts, 4),
+        "layer_rope_theta": [base if one else 0 for one in rotated],
+    }
+    if not (experts := facts.whole("expert_count", 0)):
+        return found
+    return {
+        **found,
+        "model_type": "granitemoe_swa",
+        "intermediate_size": facts.whole("feed_forward_length"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": facts.whole("expert_used_count"),
+        "shared_intermediate_size": facts.whole("expert_shared_feed_forward_length", 0),
+    }
+
+
 OLMO_EPSILON = 1e-5  # the epsilon of OLMo's norms, a constant of transformers
 
 
@@ -583,6 +617,19 @@ def olmo(facts: Facts) -> Configuration:
     if (epsilon := facts.epsilon(EPSILON)) != OLMO_EPSILON:
         raise facts.refusal(f"its norms have the epsilon {epsilon}, not OLMo's {OLMO_EPSILON}")
     return {**common(facts), "model_type": "olmo", "hidden_act": "silu", "pad_token_id": None}
+
+
+def command_r(facts: Facts) -> Configuration:
+    """Large ones norm queries and keys; the embedding is the head."""
+    return {
+        **common(facts),
+        "model_type": "cohere",
+        "hidden_act": "silu",
+        "layer_norm_eps": facts.epsilon(EPSILON),
+        "logit_scale": facts.real("logit_scale", 0.0) or 1.0,
+        "attention_bias": has_bias(facts, "attn_q"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in facts.tensors,
+    }
 
 
 def cohere2(facts: Facts) -> Configuration:

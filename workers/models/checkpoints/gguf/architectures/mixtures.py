@@ -10,6 +10,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.dense import (
     everywhere,
     granite,
     has_bias,
+    pattern,
     qwen3vl,
     rotation,
     with_rms,
@@ -18,7 +19,7 @@ from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Fact
 
 SOFTMAX, SIGMOID = 1, 2  # functions that make scores of a router's logits, by llama.cpp's numbers
 NOTHING = 0
-SCORED = frozenset(("bailingmoe2", "dots1", "lfm2moe", "minimax-m2"))
+SCORED = frozenset(("bailingmoe2", "dots1", "exaone-moe", "lfm2moe", "minimax-m2"))
 """Architectures that must name their scores."""
 GLM_FLASH = ((47, 154880), (48, 154880))  # layers and tokens of GLM-4.7-Flash
 LLAMA4_CHUNK = 8192  # positions of a chunk, and those after which queries grow (llama.cpp's)
@@ -74,6 +75,59 @@ def qwen2moe(facts: Facts) -> Configuration:
     }
 
 
+def mellum(facts: Facts) -> Configuration:
+    """Layers with a window have their own rotation that is not scaled."""
+    found = qwen3moe(facts)
+    full, window = found["rope_parameters"], facts.whole("attention.sliding_window", 0)
+    base = facts.positive("rope.freq_base_swa", full["rope_theta"])
+    return {
+        **found,
+        "model_type": "mellum",
+        "sliding_window": window or None,
+        "layer_types": pattern(facts, 4) if window else [FULL] * facts.layers,
+        "rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": base}},
+    }
+
+
+def afmoe(facts: Facts) -> Configuration:
+    """Three of four layers have a window, and only they rotate; the first have no experts."""
+    found = {**with_rms(facts), **experts_of(facts, SIGMOID)}
+    _need_normalised(facts)
+    return {
+        **found,
+        "model_type": "afmoe",
+        "mup_enabled": True,
+        "sliding_window": facts.whole("attention.sliding_window"),
+        "layer_types": pattern(facts, 4),
+        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
+        "num_shared_experts": facts.whole("expert_shared_count"),
+        "num_dense_layers": facts.whole("leading_dense_block_count", 0),
+        "route_scale": facts.real("expert_weights_scale", 1.0) or 1.0,
+    }
+
+
+def _need_normalised(facts: Facts) -> None:
+    if not facts.truth("expert_weights_norm", False):
+        raise facts.refusal("its experts' shares are not normalised (expert_weights_norm)")
+
+
+def hy_v3(facts: Facts) -> Configuration:
+    """Experts next to a shared one, where a layer has a router."""
+    found = {**with_rms(facts), **experts_of(facts, SIGMOID)}
+    _need_normalised(facts)
+    facts.whole("leading_dense_block_count", 0)  # llama.cpp, too, goes by tensors
+    width, routers = facts.whole("expert_feed_forward_length"), facts.tensors
+    sparse = [f"blk.{at}.ffn_gate_inp.weight" in routers for at in range(facts.layers)]
+    return {
+        **found,
+        "model_type": "hy_v3",
+        "moe_intermediate_size": width,
+        "num_shared_experts": shared_width(facts) // max(1, width),
+        "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+        "router_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
+    }
+
+
 def gpt_oss(facts: Facts) -> Configuration:
     """Layers alternate between window and full attention; the ramp of its yarn is not rounded."""
     found = with_rms(facts)
@@ -110,6 +164,7 @@ def granitemoe(facts: Facts) -> Configuration:
     return {
         **found,
         "model_type": "granitemoeshared" if width else "granitemoe",
+        "intermediate_size": facts.whole("feed_forward_length"),
         "num_local_experts": found.pop("num_experts"),
         **({"shared_intermediate_size": width} if width else {}),
     }
@@ -145,6 +200,20 @@ def bailingmoe2(facts: Facts) -> Configuration:
     """GLM-4.5 with head norms; Ling rotates half of a head, Sarvam all of it."""
     facts.whole("expert_shared_feed_forward_length", 0)  # transformers has a product for it
     return glm4moe(facts)
+
+
+def exaone_moe(facts: Facts) -> Configuration:
+    """GLM-4.5's experts; three of four layers have a window, and only they rotate."""
+    found = glm4moe(facts)
+    shared_width(facts)  # transformers has that of as many experts
+    return {
+        **found,
+        "model_type": "exaone_moe",
+        "num_experts": found["n_routed_experts"],
+        "num_shared_experts": found["n_shared_experts"],
+        "sliding_window": facts.whole("attention.sliding_window"),
+        "layer_types": pattern(facts, 4),
+    }
 
 
 def deepseek2(facts: Facts) -> Configuration:

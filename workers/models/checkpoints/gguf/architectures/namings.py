@@ -254,10 +254,30 @@ _LFM2_OUTSIDE = {
 
 
 NAMINGS: Mapping[str, Naming] = {
-    "llama": Naming(LLAMA, permuted=True),
-    "granite": Naming(LLAMA, permuted=True),
-    "smollm3": Naming(LLAMA, permuted=True),
-    "mistral3": Naming(LLAMA, permuted=True),
+    **dict.fromkeys(
+        ("llama", "granite", "smollm3", "mistral3", "internlm2", "minicpm"),
+        Naming(LLAMA, permuted=True),
+    ),
+    "granite_swa": Naming(
+        {
+            **LLAMA,
+            "ffn_gate_inp": "block_sparse_moe.router",
+            **_under("shared_mlp", ffn_up_shexp="input_linear", ffn_down_shexp="output_linear"),
+        },
+        permuted=True,
+        experts=GATED,
+        expert_part="block_sparse_moe",
+        bare={"attn_sinks.weight": "self_attn.sinks"},
+    ),
+    "apertus": Naming(
+        {
+            **ATTENTION,
+            **HEAD_NORMS,
+            **_UNGATED,
+            "attn_norm": "attention_layernorm",
+            "ffn_norm": "feedforward_layernorm",
+        },
+    ),
     "arcee": Naming({**ATTENTION, **NORMS, **_UNGATED}, permuted=True),
     "ernie4_5": Naming(LLAMA),
     "hunyuan-dense": Naming({**LLAMA, **AFTER_ROPE}),
@@ -272,9 +292,11 @@ NAMINGS: Mapping[str, Naming] = {
             **_JOINED_UP,
         }
     ),
-    "cohere2": Naming({**ATTENTION, **MLP, "attn_norm": "input_layernorm"}),
-    "qwen2": Naming(LLAMA),
-    "qwen2vl": Naming(LLAMA),
+    **dict.fromkeys(
+        ("cohere2", "command-r"),
+        Naming({**ATTENTION, **HEAD_NORMS, **MLP, "attn_norm": "input_layernorm"}),
+    ),
+    **dict.fromkeys(("qwen2", "qwen2vl", "exaone", "pangu-embedded"), Naming(LLAMA)),
     "qwen3vl": Naming({**LLAMA, **HEAD_NORMS}),
     "qwen3": Naming({**LLAMA, **HEAD_NORMS}),
     "gemma": Naming(LLAMA, plus_one=True),
@@ -317,7 +339,7 @@ NAMINGS: Mapping[str, Naming] = {
         expert_part="block_sparse_moe",
     ),
     **dict.fromkeys(
-        ("qwen3moe", "qwen3vlmoe", "olmoe"),
+        ("qwen3moe", "qwen3vlmoe", "olmoe", "mellum"),
         Naming({**ATTENTION, **NORMS, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, experts=GATED),
     ),
     "hunyuan-moe": Naming(
@@ -369,8 +391,29 @@ NAMINGS: Mapping[str, Naming] = {
         bare=_CORRECTED,
     ),
     **dict.fromkeys(
-        ("bailingmoe2", "dots1"),
+        ("bailingmoe2", "dots1", "exaone-moe"),
         Naming({**LLAMA, **HEAD_NORMS, **_SHARED_EXPERTS}, experts=GATED, bare=_CORRECTED),
+    ),
+    "hy_v3": Naming(
+        {**LLAMA, **HEAD_NORMS, **_SHARED_EXPERTS},
+        experts=GATED,
+        bare={"exp_probs_b": f"mlp.{CORRECTION}"},
+    ),
+    "afmoe": Naming(
+        {
+            **ATTENTION,
+            **HEAD_NORMS,
+            **MLP,
+            **shared_names("mlp.shared_experts"),
+            "attn_gate": "self_attn.gate_proj",
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_gate_inp": "mlp.router.gate",
+        },
+        experts=GATED,
+        bare={"exp_probs_b.bias": "mlp.expert_bias"},
     ),
     "deepseek2": Naming(
         {**NORMS, **MLP, **_SHARED_EXPERTS, **LATENT}, experts=GATED, bare=_CORRECTED, latents=True
