@@ -108,9 +108,9 @@ class LazyGroup(click.Group):
         if args[0] not in COMMANDS:
             import difflib  # only needed for a command that does not exist
 
-            if near := difflib.get_close_matches(args[0], COMMANDS, 1):
-                text = f"No such command {args[0]!r}. Did you mean {near[0]!r}?"
-                raise click.UsageError(text, ctx)
+            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            hint = f"Did you mean {near[0]!r}?" if near else "`dovetail --help` lists them"
+            raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
         if args[0] not in FEW_FILES and not {*args} & {*NAMES_OF_HELP}:
             from dovetail.launch.processes.child import check_files  # not needed for help
 

@@ -126,7 +126,7 @@ class TokenTable:
             return ""
         return (
             f"the draft {draft_name} does not share the vocabulary of the target {own_name}: "
-            f"{'; '.join(self.differences(draft))}. Choose a draft of the same model family."
+            f"{'; '.join(self.differences(draft))}: choose a draft of the same model family"
         )
 
     def differences(self, other: "TokenTable", most: int = 3) -> list[str]:

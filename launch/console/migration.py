@@ -74,11 +74,13 @@ def context_size(value: str) -> str | None:
 
 
 def extra_argument(message: str, context: click.Context | None) -> str | None:
-    """Return how to name a model, if `message` rejects an argument and the command has a target;
-    else None."""
+    """Return how to name a model and write a prompt, if `message` rejects an argument; else
+    None."""
     if context is None or "unexpected extra argument" not in message:
         return None
     if not any("--target" in parameter.opts for parameter in context.command.params):
         path, given = context.command_path, message.partition("(")[2].rstrip(").")
         return f"`{path}` takes no argument {given!r}: `{path} --help` describes it"
-    return f"{message.rstrip('.')}: name a model with --target MODEL"
+    prompt = any(parameter.name == "prompt" for parameter in context.command.params)
+    quotes = "put quotes around the prompt; " if prompt else ""
+    return f"{message.rstrip('.')}: {quotes}name a model with --target MODEL"

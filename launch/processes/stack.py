@@ -32,7 +32,7 @@ from dovetail.launch.settings.models import with_target
 from dovetail.protocol.errors import DovetailError, SettingsError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported, Role
-from dovetail.protocol.settings import DRAFT_KINDS, Settings
+from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, Settings
 from dovetail.runtime.client import Client
 from dovetail.workers.models.checkpoints.gguf.view import spelled
 
@@ -260,8 +260,14 @@ def _check_pair(configuration: Configuration) -> None:
         there = Path(target).expanduser().is_dir()
         hub = ", which is not a folder here and would be downloaded from the Hugging Face hub"
         check_whole(target)
+        what, which = "draft", "a smaller model of its vocabulary"
+        if draft.kind in HEAD_KINDS:
+            what, which = (
+                f"{draft.kind} head",
+                f"one that `dovetail train {draft.kind}` made for it",
+            )
         raise UserError(
-            f"no draft is named for the target {spelled(target)!r}{'' if there else hub}: add "
-            "--draft FOLDER with a smaller model of its vocabulary, --draft ngram or substitute, "
-            "which need no model, or --draft none for the target alone"
+            f"no {what} is named for the target {spelled(target)!r}{'' if there else hub}: add "
+            f"--draft FOLDER with {which}, --draft ngram or substitute, which need no model, or "
+            "--draft none for the target alone"
         )

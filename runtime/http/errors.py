@@ -58,7 +58,7 @@ class ApiError(DovetailError):
 
 
 OTHERS: Mapping[str, Sequence[str]] = {
-    "/v1/chat/completions": ("/responses", "/messages", "/api/chat"),
+    "/v1/chat/completions": ("/chat/completion", "/chat", "/responses", "/messages"),
     "/v1/completions": ("/completion", "/generate", "/generate_stream"),
     "/v1/models": ("/api/tags", "/api/ps"),
     "/tokenize": (),
@@ -173,7 +173,7 @@ def complaint(error: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
     if kind in ("literal_error", "enum"):
         return f"{shown}: send {context['expected']}"
     if kind == "string_pattern_mismatch":
-        return f" has {_shown(error.get('input'))}: send what fits {context['pattern']}"
+        return f" has the key {_shown(error.get('input'))}: send token ids as keys"
     if _wanted(kind):
         *most, last = dict.fromkeys(filter(None, (_wanted(e["type"]) for e in (error, *others))))
         return f"{shown}: send {', '.join(most)}{' or ' if most else ''}{last}"

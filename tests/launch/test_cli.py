@@ -114,7 +114,12 @@ def test_version_names_the_program(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("decode",), "decode"),
+        (("decode",), "No such command 'decode'. `dovetail --help` lists them"),
+        (("generate", "hello", "world"), "put quotes around the prompt"),
+        (
+            ("generate", "hello", "--target", "launch/demo/target", "--draft", "eagle"),
+            "one that `dovetail train eagle` made for it",
+        ),
         (("statsu",), "No such command 'statsu'. Did you mean 'status'?"),
         (("config", "show", "--tree.gama", "6"), "--tree.gamma"),
         (("config", "show", "--tree.gamma", "many"), "'many'"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import COMMAND, EVENT, encode
@@ -35,9 +36,11 @@ from dovetail.workers.devices.memory import is_out_of_memory
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.model import Drafter, DraftSession
 from dovetail.workers.drafters.registry import open_draft_worker
+from dovetail.workers.models.checkpoints.gguf.view import resolved
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.sessions.wire import to_array
 from dovetail.workers.speculation.prices import PassTimes
+from support.gguf_files import write_gguf
 from support.heads import write_head
 from support.models import CONTEXT, VOCABULARY
 
@@ -398,13 +401,16 @@ def test_a_draft_of_another_vocabulary_is_refused_by_its_worker(
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {f"other {t}": i for t, i in vocabulary.items()}
     (other / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="does not share the vocabulary of the target"):
-        open_draft_worker(
-            DraftSettings(model=str(other), kind="small", device="cpu"),
-            name="draft",
-            threads=1,
-            target=str(llama_folder),
-        )
+    file = tmp_path / "target.gguf"
+    write_gguf(llama_folder, file, lambda *_: Type.F32)
+    for target, name in ((str(llama_folder),) * 2, (resolved(str(file)), str(file))):
+        with pytest.raises(CheckpointError, match=f"the vocabulary of the target {name}: "):
+            open_draft_worker(
+                DraftSettings(model=str(other), kind="small", device="cpu"),
+                name="draft",
+                threads=1,
+                target=target,
+            )
 
 
 def test_a_draft_that_looks_up_obeys_the_same_rules() -> None:

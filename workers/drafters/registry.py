@@ -237,12 +237,14 @@ def _fastest(wanted: Wanted, device: "Device", excluded: Mapping[str, str] | Non
 def check_shared(draft: str, target: str) -> None:
     """Raise `CheckpointError` for a draft with another vocabulary than the target's, before
     anything is loaded. If the target is elsewhere, the coordinator checks this."""
+    from dovetail.workers.models.checkpoints.gguf.view import spelled
     from dovetail.workers.models.checkpoints.hub import local_folder
     from dovetail.workers.models.checkpoints.tokenizer import table_in
 
     folders = [local_folder(source) for source in (draft, target) if source]
     tables = [table_in(folder) for folder in folders if folder is not None]
-    if len(tables) == 2 and (why_not := tables[1].against(tables[0], draft, target)):
+    names = spelled(draft), spelled(target)
+    if len(tables) == 2 and (why_not := tables[1].against(tables[0], *names)):
         raise CheckpointError(why_not)
 
 

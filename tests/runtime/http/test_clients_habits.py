@@ -159,6 +159,7 @@ def test_head_has_the_headers_of_get(server: Api, path: str) -> None:
     [
         ("POST", "/chat/completions", CHATS),
         ("POST", "/v1/v1/chat/completions/", CHATS),
+        ("POST", "/v1/chat/completion", CHATS),
         ("POST", "/api/chat", CHATS),
         ("POST", "/v1/responses", CHATS),
         ("POST", "/v1/messages", CHATS),

@@ -361,6 +361,7 @@ def test_what_a_chat_cannot_have_is_refused_by_its_name(
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
         ({"seed": 1.5}, "seed is 1.5: send a whole number"),
         ({"stop": [""]}, "stop[0] is empty: send at least one character"),
+        ({"logit_bias": {"w5": 1}}, 'logit_bias has the key "w5": send token ids as keys'),
         ({"stream": "perhaps"}, 'stream is "perhaps": send true or false'),
         (
             {"min_tokens": 5, "max_tokens": 4},
