@@ -192,7 +192,9 @@ def test_an_activation_is_torchs(activation: Activation, width: int) -> None:
     )
     function = {
         Activation.SILU_GATED: lambda v: nn.functional.silu(1.7 * v),
+        Activation.RELU: nn.functional.relu,
         Activation.RELU2: lambda v: nn.functional.relu(v).square(),
+        Activation.RELU2_GATED: lambda v: nn.functional.relu(v).square(),
         Activation.GELU: nn.functional.gelu,
         Activation.XIELU: lambda v: (
             torch.where(v > 0, 1.7 * v * v, 0.9 * (torch.expm1(v.clamp(max=-1e-6)) - v)) + 0.5 * v

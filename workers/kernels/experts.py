@@ -66,6 +66,7 @@ class RouterStruct(Structure):
         ("added_sum", c_float),
         ("norm", NormStruct),
         ("scales", c_void_p),
+        *((name, c_float) for name in ("softcap", "jitter")),
     )
 
 
@@ -174,7 +175,7 @@ def _router_struct(router: RouterPlan) -> RouterStruct:
             "groups cannot be chosen"
         )
     struct = RouterStruct(logits=router.logits.struct)
-    numbers = ("normalised", "least_sum", "added_sum", "scale", "epsilon")
+    numbers = ("normalised", "least_sum", "added_sum", "scale", "epsilon", "softcap", "jitter")
     how = ("scales_input", "best_alone")
     for name in ("score", "chosen", "groups", "chosen_groups", *numbers, *how):
         setattr(struct, name, getattr(router, name))

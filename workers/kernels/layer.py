@@ -84,6 +84,9 @@ class LayerStruct(Structure):
         *((name, MatrixStruct) for name in ("input_gate", "input_projection")),
         ("input_norm", NormStruct),
         *((name, c_int32) for name in ("input_first", "reads")),
+        ("clip", c_float),
+        ("gate_kind", c_int32),
+        *((name, NormStruct) for name in ("mixer_norm", "inner_norm")),
     )
 
 
@@ -396,6 +399,8 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         hidden=plan.hidden,
         intermediate=0 if plan.down is None else plan.down.k,
         softcap=plan.softcap,
+        clip=plan.clip,
+        gate_kind=plan.gate_kind,
         window=plan.window,
         chunk=plan.chunk,
         before=plan.before(torch.float32),
@@ -420,6 +425,8 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         _set_rotary(struct, plan.rotary)
     for name in ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"):
         setattr(struct, name, norm_struct(getattr(plan, name), struct.hidden))
+    struct.mixer_norm = norm_struct(plan.mixer_norm, 0 if plan.output is None else plan.output.k)
+    struct.inner_norm = norm_struct(plan.inner_norm, struct.intermediate)
     wide = plan.head_norm is HeadNorm.WIDE_BEFORE_ROPE
     for name, heads in (("query_norm", plan.heads), ("key_norm", plan.kv_heads)):
         width = plan.head_dim * (heads if wide else 1)

@@ -39,6 +39,8 @@ class Activation(IntEnum):
     GELU = 4
     XIELU = 5
     SWIGLU_CLAMPED = 6
+    RELU = 7
+    RELU2_GATED = 8
 
     @property
     def gated(self) -> bool:
@@ -47,17 +49,27 @@ class Activation(IntEnum):
             Activation.SILU_GATED,
             Activation.GELU_TANH_GATED,
             Activation.SWIGLU_CLAMPED,
+            Activation.RELU2_GATED,
         )
+
+
+class MixerGate(IntEnum):
+    """The function of the gates after attention."""
+
+    SIGMOID = 0
+    SOFTPLUS = 1
 
 
 class Score(IntEnum):
     """How an expert is scored: by its share of the softmax of all logits, the sigmoid of its logit,
-    or the logit itself, with the softmax or the sigmoids of the chosen ones as weights."""
+    or the logit itself. The weights are then the softmax or the sigmoids of the chosen ones, or, in
+    SPARSE_MIXER, each one's share of the softmax over it and the logits near below it."""
 
     SOFTMAX = 0
     SIGMOID = 1
     SOFTMAX_OF_CHOSEN = 2
     SIGMOID_OF_CHOSEN = 3
+    SPARSE_MIXER = 4
 
 
 class HeadNorm(IntEnum):
@@ -110,6 +122,10 @@ class RouterPlan:
     scales_input: bool = False
     """True if an expert's input is multiplied by its weight instead of its output."""
     best_alone: bool = False  # True if a group's score is its best expert's
+    softcap: float = 0.0  # logits become softcap tanh(logit / softcap); 0: no softcap
+    jitter: float = 0.0
+    """SPARSE_MIXER: logits are near if their distance, relative to the larger magnitude, is at most
+    twice this."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +268,13 @@ class LayerPlan:
     latent: LatentPlan | None = None
     """If set, kv_heads is 1, and head_dim is the width of a cached row: a latent and a key."""
     mixer_gate: PackedMatrix | None = None
-    """[heads head_dim, hidden]: the sigmoid of its output scales the result of attention."""
+    """[heads head_dim or heads, hidden]: the `gate_kind` of its output scales the result of
+    attention, each number or each head."""
+    gate_kind: MixerGate = MixerGate.SIGMOID
+    mixer_norm: Norm | None = None  # the norm of what `output` reads
+    inner_norm: Norm | None = None  # the norm of what `down` reads
+    clip: float = 0.0
+    """Queries, keys and values, after wide norms, are clipped to -clip .. clip; 0: they are not."""
     reads: int | None = None
     """The layer whose keys and values it reads, located by `heads_before`; None if it has its
     own."""
@@ -401,7 +423,8 @@ def _check_mixers(plan: LayerPlan, qkv: PackedMatrix, output: PackedMatrix) -> N
     check_matrix("qkv", qkv, given, plan.given or hidden)
     check_matrix("output", output, hidden, taken)
     if plan.mixer_gate is not None:
-        check_matrix("mixer_gate", plan.mixer_gate, taken, plan.given or hidden)
+        gates = plan.heads if plan.mixer_gate.n == plan.heads else taken
+        check_matrix("mixer_gate", plan.mixer_gate, gates, plan.given or hidden)
     if plan.attends:
         check_heads(plan)
 

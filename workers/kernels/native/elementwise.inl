@@ -86,6 +86,8 @@ static inline F16 gelu_tanh(F16 x) {
 // What is no number stays so.
 static inline F16 relu2(F16 x) { return where_less(x, zero(), zero(), mul(x, x)); }
 
+static inline F16 relu(F16 x) { return where_less(x, zero(), zero(), x); }
+
 // An odd polynomial where |x| is small, for 1 - 2 / (e^2x + 1) loses digits there.
 static inline F16 tanh(F16 x) {
     const F16 z = mul(x, x);
@@ -154,6 +156,8 @@ static void gate(const dovetail::Activator& activation, const float* x, float* y
             return activate_rows<true>(x, y, rows, width, [](F16 g, F16 up) { return mul(silu(g), up); });
         case dovetail::GELU_TANH_GATED: return activate_rows<true>(x, y, rows, width, [](F16 g, F16 up) { return mul(gelu_tanh(g), up); });
         case dovetail::SWIGLU_CLAMPED: return activate_rows<true>(x, y, rows, width, [&](F16 g, F16 up) { return swiglu_clamped(g, up, first, second); });
+        case dovetail::RELU2_GATED: return activate_rows<true>(x, y, rows, width, [](F16 g, F16 up) { return mul(relu2(g), up); });
+        case dovetail::RELU: return activate_rows<false>(x, y, rows, width, [](F16 v, F16) { return relu(v); });
         case dovetail::RELU2: return activate_rows<false>(x, y, rows, width, [](F16 v, F16) { return relu2(v); });
         case dovetail::GELU: return activate_rows<false>(x, y, rows, width, [](F16 v, F16) { return gelu(v); });
         case dovetail::XIELU: return activate_rows<false>(x, y, rows, width, [&](F16 v, F16) { return xielu(v, first, second); });

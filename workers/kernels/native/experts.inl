@@ -96,9 +96,24 @@ static void weigh_experts(const dovetail::Router& r, const int32_t* ids, float* 
     for (int64_t i = 0; i < r.chosen; i++) weights[i] *= r.scales ? r.scale * r.scales[ids[i]] : r.scale;
 }
 
+// SparseMixer's weight of a chosen expert: its share of the softmax over it and the logits near below it. The margin becomes the least by which a logit is near or not.
+static float mixed_share(const dovetail::Router& r, const Choice& c, int64_t id, float& margin) {
+    const float own = c.scores[id];
+    for (int64_t i = 0; i < r.logits.n; i++) {
+        const float score = c.scores[i], size = __builtin_fabsf(score), beyond = own - score - 2.0f * r.jitter * (size < own ? own : size);
+        const bool before = score > own || (score == own && i < id);
+        c.values[i] = before || beyond > 0.0f ? NOTHING : score;
+        if (!before && i != id) margin = lesser(margin, __builtin_fabsf(beyond));
+    }
+    softmax(c.values, c.values, r.logits.n);
+    return c.values[id];
+}
+
 // The experts of a row by its logits, ascending, and their weights; the margin of the choice, about as one of logits, of which small ones are taken for larger.
 static float choose(const dovetail::Router& r, const Choice& c, int32_t* ids, float* weights) {
     const int64_t n = r.logits.n;
+    if (r.softcap != 0.0f)
+        for (int64_t i = 0; i < n; i += LANES) put(c.scores + i, mul(set1(r.softcap), tanh(div(take(c.scores + i, n - i), set1(r.softcap)))), n - i);
     const float unit = lesser(1.0f, 0.25f * range_of(c.scores, n) + 1e-20f);
     if (r.score == dovetail::SOFTMAX) softmax(c.scores, c.scores, n);
     if (r.score == dovetail::SIGMOID) sigmoid(c.scores, n);
@@ -112,6 +127,8 @@ static float choose(const dovetail::Router& r, const Choice& c, int32_t* ids, fl
         weights[found] = c.scores[i];
         ids[found++] = (int32_t)i;
     }
+    if (r.score == dovetail::SPARSE_MIXER)
+        for (int64_t i = 0; i < r.chosen; i++) weights[i] = mixed_share(r, c, ids[i], margin);
     weigh_experts(r, ids, weights);
     const float slope = r.score == dovetail::SIGMOID ? score * (1.0f - score) + 0.01f : r.score == dovetail::SOFTMAX && least > 0.0f ? least : 1.0f;
     return margin / slope / unit;

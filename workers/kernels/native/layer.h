@@ -20,9 +20,12 @@ namespace dovetail {
 
 enum NormKind : int { RMS = 0, LAYER_NORM = 1 };
 enum HeadNorm : int { HEAD_BEFORE_ROPE = 0, HEAD_AFTER_ROPE = 1, WIDE_BEFORE_ROPE = 2 };
-enum Activation : int { SILU_GATED = 0, GELU_TANH_GATED = 1, GELU_TANH = 2, RELU2 = 3, GELU = 4, XIELU = 5, SWIGLU_CLAMPED = 6 };
+enum Activation : int { SILU_GATED = 0, GELU_TANH_GATED = 1, GELU_TANH = 2, RELU2 = 3, GELU = 4, XIELU = 5, SWIGLU_CLAMPED = 6, RELU = 7, RELU2_GATED = 8 };
+enum MixerGate : int { BY_SIGMOID = 0, BY_SOFTPLUS = 1 };
 
-constexpr bool gated(int activation) { return activation == SILU_GATED || activation == GELU_TANH_GATED || activation == SWIGLU_CLAMPED; }
+constexpr bool gated(int activation) {
+    return activation == SILU_GATED || activation == GELU_TANH_GATED || activation == SWIGLU_CLAMPED || activation == RELU2_GATED;
+}
 
 // An activation with its two numbers: of SILU_GATED the factor of the gate, or 0 for none; of XIELU the factors of what is positive and of what is negative; of
 // SWIGLU_CLAMPED the factor within the sigmoid and the limit.
@@ -37,7 +40,7 @@ struct Norm {
     const float* bias;    // LAYER_NORM: [width] or null
 };
 
-enum Score : int { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3 };
+enum Score : int { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3, SPARSE_MIXER = 4 };
 
 // By which experts a row is computed, and the weight of each. The `chosen` experts of the largest scores are, each with its correction, the lower index first
 // of equals; where there are groups, only those of the `chosen_groups` groups in which the two best add up to most, or of which the best is best.
@@ -53,6 +56,8 @@ struct Router {
     float added_sum;
     Norm norm;            // RMS, of what the router reads; may be missing
     const float* scales;  // [experts], by which the weights are multiplied; or null
+    float softcap;        // logits become softcap tanh(logit / softcap); 0: they do not
+    float jitter;         // of SPARSE_MIXER: logits that are further below another, relative to the larger magnitude, than twice this have no share in its softmax
 };
 
 // An MLP of which each row is computed by a few experts; their outputs are added by ascending index, and then
@@ -117,13 +122,16 @@ struct Layer {
     const Scan* scan;            // in the place of attention, behind `qkv`, or beside it; null: there is none
     const Beside* beside;        // null: the mixer with a state, if there is one, stands in the place of attention
     const Latent* latent;        // `qkv` gives queries, or what becomes them, and then a latent and a key; kv_heads is 1, head_dim rank + rotary_dim; null: there is none
-    Matrix mixer_gate;           // [heads head_dim, hidden], by whose sigmoid what was attended to is multiplied; packed null: there is none
+    Matrix mixer_gate;           // [heads head_dim or heads, hidden], by whose `gate_kind` what was attended to is multiplied; packed null: there is none
     float key_factor;            // keys, behind norm and rotation, are multiplied by it; 0: they are not
     float mlp_residual;          // what the MLP adds is multiplied by it; 0: it is not
     Matrix input_gate, input_projection;  // [width, hidden] and [hidden, width] of the layer's own input; packed null: there is none
     Norm input_norm;                      // of what that adds
     int32_t input_first;                  // where its input begins in a row of all of them
     int32_t reads;  // the keys and values, which `before` says, are another layer's, and `qkv` gives queries alone
+    float clip;         // queries, keys and values, behind wide norms, are clipped to -clip .. clip; 0: they are not
+    int32_t gate_kind;  // of mixer_gate
+    Norm mixer_norm, inner_norm;  // [output.k] of what `output` reads and [intermediate] of what `down` reads; either may be missing
 };
 
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.

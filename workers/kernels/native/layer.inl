@@ -66,6 +66,15 @@ static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, 
     }
 }
 
+// body(first, left) for every sixteen of n numbers, of which `left` are in reach.
+template <class Body>
+static void each_piece(int64_t n, const Body& body) {
+    constexpr int64_t PIECE = 1024;
+    each((n + PIECE - 1) / PIECE, n, [&](int64_t piece) {
+        for (int64_t i = piece * PIECE, stop = smaller(n, i + PIECE); i < stop; i += LANES) body(i, stop - i);
+    });
+}
+
 // The norms of all queries, and of all keys, of a row together; in place.
 static void widely(const dovetail::Layer& l, int64_t rows, float* qkv) {
     const int64_t queries = l.heads * l.head_dim, keys = l.kv_heads * l.head_dim, stride = row_width(l);
@@ -76,9 +85,15 @@ static void widely(const dovetail::Layer& l, int64_t rows, float* qkv) {
     });
 }
 
+// Each of n numbers becomes the nearest one of -limit .. limit.
+static void clip(float* x, float limit, int64_t n) {
+    each_piece(n, [&](int64_t i, int64_t left) { put(x + i, min(set1(limit), max(set1(-limit), take(x + i, left))), left); });
+}
+
 // qkv [rows, (heads + 2 kv_heads) head_dim]: queries and keys get their norms and rotation in place, keys and values go into the caches.
 static void place(const dovetail::Layer& l, const dovetail::Pass& pass, float* qkv) {
     if (l.head_norm == dovetail::WIDE_BEFORE_ROPE) widely(l, pass.rows, qkv);
+    if (l.clip != 0.0f) clip(qkv, l.clip, (int64_t)pass.rows * row_width(l));
     if (l.reads)
         return each(pass.rows, (int64_t)pass.rows * row_width(l), [&](int64_t row) {
             for (int64_t head = 0; head < l.heads; head++) place_query(l, qkv + row * row_width(l) + head * l.head_dim, pass.positions[row]);
@@ -148,6 +163,7 @@ static void dense(const dovetail::Layer& l, const float* x, const Buffers& b, in
     linear(l.gate_up, x, l.hidden, b.wide, l.gate_up.n, rows);
     laps.matrix();
     gate(l.activation, b.wide, b.narrow, rows, l.intermediate);
+    if (l.inner_norm.weight) norm(l.norm_kind, l.inner_norm, b.narrow, b.narrow, rows, l.intermediate, l.epsilon);
     laps.other();
     linear(l.down, b.narrow, l.intermediate, b.update, l.hidden, rows);
     laps.matrix();
@@ -165,11 +181,18 @@ static void add_half(const dovetail::Layer& l, float* hidden, float* update, con
     });
 }
 
-// x *= sigmoid(gates), n numbers each.
-static void open_gates(const float* gates, float* x, int64_t n) {
-    constexpr int64_t PIECE = 1024;
-    each((n + PIECE - 1) / PIECE, n, [&](int64_t piece) {
-        for (int64_t i = piece * PIECE, stop = smaller(n, i + PIECE); i < stop; i += LANES) put(x + i, mul(take(x + i, stop - i), sigmoid(take(gates + i, stop - i))), stop - i);
+// x [rows, output.k] is multiplied by the gates of its numbers, or of its heads, [rows, mixer_gate.n], which are activated in place.
+static void open_gates(const dovetail::Layer& l, float* gates, float* x, int64_t rows) {
+    const bool soft = l.gate_kind == dovetail::BY_SOFTPLUS, whole = l.mixer_gate.n == l.output.k;
+    each_piece(rows * l.mixer_gate.n, [&](int64_t i, int64_t left) {
+        const F16 given = take(gates + i, left), open = soft ? softplus(given) : sigmoid(given);
+        if (whole) put(x + i, mul(take(x + i, left), open), left);
+        else put(gates + i, open, left);
+    });
+    if (whole) return;
+    const int64_t width = l.output.k / l.mixer_gate.n;
+    each(rows, rows * l.output.k, [&](int64_t row) {
+        for (int64_t head = row * l.mixer_gate.n, stop = head + l.mixer_gate.n; head < stop; head++) multiply(x + head * width, gates[head], width);
     });
 }
 
@@ -227,8 +250,9 @@ static void mix_rows(const dovetail::Layer& l, const dovetail::Pass& pass, const
     if (l.mixer_gate.packed) {
         linear(l.mixer_gate, input, l.hidden, b.wide, l.mixer_gate.n, rows);
         laps.matrix();
-        open_gates(b.wide, b.narrow, rows * l.mixer_gate.n);
+        open_gates(l, b.wide, b.narrow, rows);
     }
+    if (l.mixer_norm.weight) norm(l.norm_kind, l.mixer_norm, b.narrow, b.narrow, rows, l.output.k, l.epsilon);
     linear(l.output, b.narrow, l.output.k, b.update, l.hidden, rows);
     laps.matrix();
     if (l.beside) mix_beside(l, pass, b, laps);

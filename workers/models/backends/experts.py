@@ -49,6 +49,8 @@ class ExpertParts:
     def __init__(self, layer: nn.Module, said: Experts) -> None:
         self.said, self.layer = said, layer
         self.module = part_of(layer, said.part)
+        if said.flat is not None:
+            _stack(self.module, part_of(self.module, said.flat))
         for name in said.stacks:
             if not isinstance(stack := getattr(self.module, name, None), Tensor) or stack.ndim != 3:
                 raise UnsupportedError(f"{said.part} of {type(layer).__name__} has no {name}")
@@ -157,12 +159,14 @@ class ExpertParts:
             said.normalised,
             said.least_sum,
             said.added_sum,
-            said.scale,
+            said.scale * said.scale_after,
             self._router_norm(said),
             said.epsilon,
             None if said.scales is None else tensor_of(self.layer, said.scales).float(),
             said.scales_input,
             said.best_alone,
+            said.softcap,
+            said.jitter,
         )
 
     def _router_norm(self, said: Router) -> Norm | None:
@@ -240,7 +244,7 @@ class ExpertProof(nn.Module):
             if parts.gated
             else parts.module.act_fn
         )
-        self._mixed = parts.mixed
+        self._mixed, self._scale_after = parts.mixed, parts.said.router.scale_after
         self._plan: ExpertsPlan | None = None
         self._routed: Tensor | None = None
         self.given, self._ids, self._weights, self._scores = (torch.empty(0) for _ in range(4))
@@ -259,10 +263,10 @@ class ExpertProof(nn.Module):
         router.register_forward_pre_hook(hear)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [rows, hidden] through the experts ids [rows, chosen], by their weights."""
+        """x [..., hidden] through the experts ids [rows, chosen], by their weights."""
         assert self._plan is not None
-        self.given, self._ids, self._weights = x.clone(), ids, weights
-        return mixture(x, ids, weights, self._expert)
+        self.given, self._ids, self._weights = x.flatten(0, -2).clone(), ids, weights
+        return mixture(self.given, ids, weights, self._expert).view(x.shape)
 
     def _expert(self, index: int, rows: Tensor) -> Tensor:
         assert self._plan is not None
@@ -275,7 +279,7 @@ class ExpertProof(nn.Module):
         kernels' router differs. `exact`: inputs are not rounded to integers."""
         choice = route(router, self.given if self._routed is None else self._routed)
         shape = (len(choice.ids), router.logits.n)
-        found = torch.zeros(shape).scatter(1, choice.ids.long(), choice.weights)
+        found = torch.zeros(shape).scatter(1, choice.ids.long(), choice.weights / self._scale_after)
         expected = torch.zeros(shape).scatter(1, self._ids, self._weights.float())
         shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         wrong = ~(shares <= TOLERANCE) & (choice.margins > TIE)
@@ -354,6 +358,22 @@ def _gated(experts: Any, x: Tensor) -> Tensor:
     return y
 
 
+FLAT = ("w1", "v1", "w2")
+"""Gates, ups and downs of all experts [experts units, hidden]; a down matrix is transposed."""
+
+
+def _stack(module: Any, flat: Any) -> None:
+    """Give a module of experts the stacks of its flat matrices, which lose their numbers."""
+    gate, up, down = (
+        getattr(flat, name).detach().unflatten(0, (module.num_experts, -1)) for name in FLAT
+    )
+    for name in FLAT:
+        setattr(flat, name, nn.Parameter(torch.empty(0), requires_grad=False))
+    module.gate_up_proj = nn.Parameter(torch.cat([gate, up], 1), requires_grad=False)
+    module.down_proj = nn.Parameter(down.transpose(1, 2), requires_grad=False)
+    module.act_fn = flat.activation_fn
+
+
 def _alone(parts: ExpertParts) -> nn.Module:
     """transformers' experts with only the last one, in fp32, computed in the simplest way."""
     module: Any = parts.module
@@ -366,5 +386,9 @@ def _alone(parts: ExpertParts) -> nn.Module:
     for name, stack in module.named_parameters(recurse=False):
         last = parts.stored(name, parts.count - 1) if name in parts.said.stacks else stack[-1]
         own.register_parameter(name, nn.Parameter(last[None].float(), requires_grad=False))
+    if parts.said.flat is not None:
+        numbers = *own.gate_up_proj[0].chunk(2), own.down_proj[0].t()
+        for name, matrix in zip(FLAT, numbers, strict=True):
+            setattr(part_of(own, parts.said.flat), name, nn.Parameter(matrix, requires_grad=False))
     alone: nn.Module = own
     return alone

@@ -19,6 +19,7 @@ from dovetail.workers.kernels.layer_plan import (
     HeadNorm,
     InputPlan,
     LayerPlan,
+    MixerGate,
     Norm,
     Rotary,
 )
@@ -90,8 +91,9 @@ class RotaryTables:
         frequencies = getattr(embedding, f"{prefix}inv_freq", None)
         if not isinstance(frequencies, Tensor) or frequencies.ndim != 1:
             raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
-        scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
-        return frequencies.float().tolist(), scaling
+        rope = getattr(getattr(embedding, "config", None), "rope_parameters", None) or {}
+        scaling = rope.get("short_mscale", getattr(embedding, f"{prefix}attention_scaling", 1.0))
+        return frequencies.float().tolist(), float(scaling)
 
     def _check(self, table: Rotary, rope: Rope) -> None:
         _check_table(table, self._embeddings[rope.part], self._context, rope)
@@ -292,6 +294,8 @@ class LayerParts:
             "post_mlp_norm": norms.post_mlp,
             "query_norm": query,
             "key_norm": key,
+            "mixer_norm": mixer.output_norm if isinstance(mixer, Attention) else None,
+            "inner_norm": spec.mlp.norm if isinstance(spec.mlp, Mlp) else None,
         }
         self.norms = {
             part: part_of(layer, name) for part, name in named.items() if name is not None
@@ -496,8 +500,10 @@ def plan_of(
         beside=beside,
         key_factor=1.0 if mixer is None else mixer.key_factor,
         mixer_gate=matrices.get("mixer_gate"),
+        gate_kind=MixerGate.SIGMOID if mixer is None else mixer.gate_kind,
+        clip=0.0 if mixer is None else mixer.clip,
         residual=spec.residual_scale,
-        mlp_residual=spec.residual_scale * (spec.mlp.factor if isinstance(spec.mlp, Mlp) else 1.0),
+        mlp_residual=spec.residual_scale * (1.0 if spec.mlp is None else spec.mlp.factor),
         parallel=spec.parallel,
         norm_kind=said.kind,
         activation=parts.activation,

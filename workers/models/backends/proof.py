@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
+from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, LayerPlan, new_cache
 from dovetail.workers.models import transformers
 from dovetail.workers.models.attention import Noted
+from dovetail.workers.models.backends.device.experts import open_gates
 from dovetail.workers.models.backends.embedding import OwnInputs
 from dovetail.workers.models.backends.experts import ExpertProof, ScaledExpertProof
 from dovetail.workers.models.backends.layer_parts import LayerParts
@@ -226,6 +227,7 @@ class LayerProof:
         mixer, state = parts.spec.attention, parts.spec.state
         self._chunk = mixer.chunk if isinstance(mixer, Attention) else 0
         self._reads = mixer.reads if isinstance(mixer, Attention) else None
+        self._query_factor = mixer.query_factor if isinstance(mixer, Attention) else 1.0
         self._heard, self._inputs = heard, inputs
         self._cached: tuple[Tensor, Tensor] | None = None
         """The keys and values of another layer that it reads, [kv_heads, rows, head_dim]."""
@@ -269,7 +271,8 @@ class LayerProof:
         notes: list[Noted] = []
 
         def note(noted: Noted, query: Tensor, key: Tensor, value: Tensor) -> None:
-            notes.append(noted)
+            notes.append(replace(noted, scaling=noted.scaling * self._query_factor))
+            query = query / self._query_factor
             self._heard[self._index] = key
             own = (query, key) if self._reads is None else (query,)
             heads = [part[0].transpose(0, 1) for part in own]
@@ -343,7 +346,10 @@ class LayerProof:
             self._compare(f"{what} of", wanted[oracle.dense :], found, ATTENTION_TOLERANCE)
         mixed, gates = layer.attend(rows, qkv), self._products.get("mixer_gate")
         if gates is not None:
-            mixed *= torch.cat([gates.result[: oracle.dense], gates.result]).sigmoid()
+            opened = open_gates(plan, torch.cat([gates.result[: oracle.dense], gates.result]))
+            mixed = (mixed.unflatten(1, (opened.shape[1], -1)) * opened.unsqueeze(-1)).flatten(1)
+        if plan.mixer_norm is not None:
+            mixed = normalise(plan.norm_kind, plan.mixer_norm, mixed, plan.epsilon)
         self._compare("attention of", self._products["output"].given, mixed, ATTENTION_TOLERANCE)
 
     def _compare_latents(

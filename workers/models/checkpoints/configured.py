@@ -300,8 +300,9 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def base_model(model: Any) -> Any:
-    """Return the part of a model before its head; some classes return themselves."""
-    if model.base_model is not model:
+    """Return the part of a model before its head; some classes return themselves, OPT's a decoder
+    within a part."""
+    if model.base_model is not model and model.config.model_type != "opt":
         return model.base_model
     return model.get_submodule(decoder_layers(model)[0].rpartition(".")[0])
 

@@ -29,11 +29,16 @@ _HY = {
     ".mlp.e_score_correction_bias": ".mlp.expert_bias",
     ".mlp.shared_experts.": ".mlp.shared_mlp.",
 }
+_LAGUNA = {
+    ".mlp.gate.e_score_correction_bias": ".mlp.experts.e_score_correction_bias",
+    ".mlp.shared_experts.": ".mlp.shared_expert.",
+}
+_PHIMOE = {".mlp.router.": ".block_sparse_moe.gate.", ".mlp.": ".block_sparse_moe."}
 _ABOVE_GATE = {".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"}
 NAMINGS: Mapping[str, Naming] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "glm4_moe", "hunyuan_v1_moe", "gpt_oss"), Naming()),
     **dict.fromkeys(("qwen2_moe", "gpt_bigcode", "dots1", "solar_open", "mellum"), Naming()),
-    **dict.fromkeys(("flex_olmo", "afmoe", "granitemoe_swa"), Naming()),
+    **dict.fromkeys(("flex_olmo", "afmoe", "granitemoe_swa", "cohere2_moe"), Naming()),
     **dict.fromkeys(("apertus", "gemma4_text", "gemma4_unified_text", "llama4_text"), Naming()),
     **dict.fromkeys(("mixtral", "minimax_m2"), Naming(("w1", "w3"), ("w2",), _MIXTRAL)),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), Naming()),
@@ -44,6 +49,8 @@ NAMINGS: Mapping[str, Naming] = {
     "hy_v3": Naming(renamed=_HY),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), Naming(renamed=_GRANITE)),
     "granitemoehybrid": Naming(renamed=_GRANITE),
+    "laguna": Naming(renamed=_LAGUNA),
+    "phimoe": Naming(("w1", "w3"), ("w2",), _PHIMOE),
     "lfm2_moe": Naming(("w1", "w3"), ("w2",)),
     "nemotron_h": Naming(("up_proj",), renamed={"model.": "backbone."}),
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from dovetail.workers.kernels.layer_plan import Activation, HeadNorm, NormKind, Score
+from dovetail.workers.kernels.layer_plan import Activation, HeadNorm, MixerGate, NormKind, Score
 from dovetail.workers.kernels.states import ScanRule
 from dovetail.workers.models.parity.following import UnsupportedError
 
@@ -15,9 +15,11 @@ GATED = {
     **dict.fromkeys(
         ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), Activation.GELU_TANH_GATED
     ),
+    "relu2": Activation.RELU2_GATED,
 }
 """Activations of gated MLPs, by their names in configurations."""
 UNGATED = {
+    "relu": Activation.RELU,
     "relu2": Activation.RELU2,
     "gelu": Activation.GELU,
     "xielu": Activation.XIELU,
@@ -72,8 +74,14 @@ class Attention:
     sinks: str | None = None  # the name of a score per head that takes its share of weights
     reads: int | None = None  # the layer whose keys and values it reads; None: its own
     key_factor: float = 1.0  # the factor of keys
-    gated: bool = False  # True if each head's queries are followed by a gate (a sigmoid)
-    gate: str | None = None  # the linear of the gates, where these are not fused with the queries
+    gated: bool = False  # True if each head's queries are followed by a gate
+    gate: str | None = None
+    """The linear of the gates, where these are not fused with the queries: for each number, or for
+    each head."""
+    gate_kind: MixerGate = MixerGate.SIGMOID
+    output_norm: str | None = None  # the norm of what the output's linear reads
+    clip: float = 0.0  # queries, keys and values are clipped to -clip .. clip; 0: they are not
+    query_factor: float = 1.0  # the factor of queries that `scale` is part of in transformers
 
 
 @dataclass(frozen=True)
@@ -155,6 +163,7 @@ class Mlp:
     function: str | None = None  # transformers' activation, if it has parameters
     gate_factor: float = 1.0  # the factor of the gate, before the activation
     factor: float = 1.0  # the factor of the MLP's output
+    norm: str | None = None  # the norm of what the last linear reads
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,11 @@ class Router:
     epsilon: float = 0.0  # the epsilon of that norm
     scales: str | None = None
     """The name of a factor of the weights, a number for each expert."""
+    softcap: float = 0.0  # logits become softcap tanh(logit / softcap); 0: no softcap
+    jitter: float = 0.0  # of SPARSE_MIXER
+    scale_after: float = (
+        1.0  # the part of `scale` by which transformers multiplies the experts' sum
+    )
 
 
 @dataclass(frozen=True)
@@ -195,8 +209,11 @@ class Experts:
     whether they are transposed, interleaved, ungated or biased."""
     stacks: tuple[str, str] = ("gate_up_proj", "down_proj")
     transposed: bool | None = None  # True if transposed; None: the part has a flag
+    flat: str | None = None
+    """Its part with gates, ups and transposed downs one below the other, instead of stacks."""
     numbers: tuple[float, float] = (0.0, 0.0)  # the numbers of the activation
     shared: Mlp | None = None  # the MLP of all rows
+    factor: float = 1.0  # the factor of the sum of the shared MLP and a row's experts
     shared_gate: str | None = None  # a linear [1, hidden]: its sigmoid weights the shared MLP
     input_norm: str | None = None
     """The norm of what the experts read, the states before the half's norm."""

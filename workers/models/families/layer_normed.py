@@ -1,20 +1,28 @@
 """StarCoder 2, Jais 2, Nemotron, StableLM, OLMo, Phi, GPT-NeoX and GPT-2, with layer norms."""
 
+from dataclasses import replace
 from typing import Any
 
-from dovetail.workers.kernels.layer_plan import NormKind
+from dovetail.workers.kernels.layer_plan import NormKind, Score
 from dovetail.workers.models.families.description import (
+    GATED,
+    Experts,
     Family,
     LayerSpec,
     Norms,
     Rope,
+    Router,
+    activation,
     attention,
     gated,
     slides,
     ungated,
+    window,
 )
+from dovetail.workers.models.families.mixtures import experts_of, shared_mlp
 from dovetail.workers.models.parity.following import UnsupportedError
 
+TORCHS_EPSILON = 1e-5  # the epsilon of norms whose configuration has none
 OLMO_EPSILON = 1e-5  # the epsilon of OLMo's norms (`OlmoLayerNorm` of transformers)
 
 
@@ -63,10 +71,8 @@ def _stablelm(config: Any, index: int) -> LayerSpec:
 
 def _olmo(config: Any, index: int) -> LayerSpec:
     """Norms have no weights."""
-    if config.clip_qkv is not None:
-        raise UnsupportedError("the kernels do not clip queries, keys and values (clip_qkv)")
     return LayerSpec(
-        attention(config, index, window=0),
+        attention(config, index, window=0, clip=config.clip_qkv or 0.0),
         gated(config.hidden_act),
         _layer_norms(OLMO_EPSILON, plain=config.hidden_size),
     )
@@ -142,6 +148,98 @@ def _cohere2(config: Any, index: int) -> LayerSpec:
     return _parallel(config, index, rope=Rope(interleaved=True) if rotates else None)
 
 
+def _cohere2_moe(config: Any, index: int) -> LayerSpec:
+    """Layers without a window rotate nothing, but dense ones may; norms may be RMS norms. Weights
+    are of the chosen logits alone."""
+    dense = config.mlp_layer_types[index] == "dense"
+    forced = dense and config.prefix_dense_sliding_window_pattern == 1
+    rotates = forced or window(config, index) > 0
+    spec = _parallel(config, index, rope=Rope(interleaved=True) if rotates else None)
+    if config.rms_norm_eps is not None:
+        spec = replace(spec, norms=Norms(config.rms_norm_eps, pre_mlp=None))
+    if dense:
+        return spec
+    router = (
+        Router(score=Score.SIGMOID_OF_CHOSEN, normalised=config.norm_topk_prob)
+        if config.expert_selection_fn == "sigmoid"
+        else Router(score=Score.SOFTMAX_OF_CHOSEN, normalised=False)
+    )
+    shared = shared_mlp(config, "shared_experts")
+    averaged = shared is not None and config.shared_expert_combination_strategy == "average"
+    factor = 0.5 if averaged else 1.0
+    return replace(spec, mlp=experts_of(config, router, shared=shared, factor=factor))
+
+
+def _phimoe(config: Any, index: int) -> LayerSpec:
+    """Two experts, whatever the configuration, chosen and weighted by SparseMixer."""
+    router = Router(
+        "mlp.router.weight",
+        Score.SPARSE_MIXER,
+        normalised=False,
+        jitter=config.router_jitter_noise,
+    )
+    return LayerSpec(
+        attention(config, index, window=0),
+        experts_of(config, router, chosen=2),
+        _layer_norms(config.rms_norm_eps),
+    )
+
+
+def _dbrx(config: Any, index: int) -> LayerSpec:
+    """Queries, keys and values are clipped; experts are stored one below the other."""
+    attends, mixes = config.attn_config, config.ffn_config
+    if mixes.moe_normalize_expert_weights not in (None, 1):
+        raise UnsupportedError(
+            "the kernels divide weights of experts by their sum, and by no other norm "
+            f"(moe_normalize_expert_weights = {mixes.moe_normalize_expert_weights})"
+        )
+    router = Router(
+        "ffn.router.layer.weight", normalised=mixes.moe_normalize_expert_weights is not None
+    )
+    return LayerSpec(
+        attention(
+            config,
+            index,
+            qkv=("norm_attn_norm.attn.Wqkv",),
+            output="norm_attn_norm.attn.out_proj",
+            clip=attends.clip_qkv or 0.0,
+        ),
+        Experts(
+            mixes.moe_top_k,
+            activation(GATED, mixes.ffn_act_fn.get("name", "silu")),
+            router,
+            part="ffn.experts",
+            transposed=False,
+            flat="mlp",
+        ),
+        _layer_norms(
+            TORCHS_EPSILON, pre_mixer="norm_attn_norm.norm_1", pre_mlp="norm_attn_norm.norm_2"
+        ),
+    )
+
+
+def _opt(config: Any, index: int) -> LayerSpec:
+    """Positions are embedded; queries are multiplied by the factor of the scores."""
+    if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
+        raise UnsupportedError(
+            "the kernels norm no sums of a half and what it read, and project no embeddings "
+            "(do_layer_norm_before, word_embed_proj_dim)"
+        )
+    scale = (config.hidden_size // config.num_attention_heads) ** -0.5
+    return LayerSpec(
+        attention(
+            config, index, window=0, rope=None, query_factor=scale, output="self_attn.out_proj"
+        ),
+        ungated(config.activation_function, "fc1", "fc2"),
+        _layer_norms(
+            TORCHS_EPSILON,
+            pre_mixer="self_attn_layer_norm",
+            pre_mlp="final_layer_norm",
+            plain=0 if config.layer_norm_elementwise_affine else config.hidden_size,
+        ),
+    )
+
+
 FAMILIES = {
     "starcoder2": Family(_starcoder2),
     "jais2": Family(_jais2),
@@ -154,4 +252,8 @@ FAMILIES = {
     "gpt_bigcode": Family(_gpt_bigcode),
     "cohere": Family(_cohere, logits="logit_scale"),
     "cohere2": Family(_cohere2, logits="logit_scale"),
+    "cohere2_moe": Family(_cohere2_moe, logits="logit_scale"),
+    "phimoe": Family(_phimoe),
+    "dbrx": Family(_dbrx),
+    "opt": Family(_opt),
 }

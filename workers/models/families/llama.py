@@ -129,6 +129,15 @@ def _apertus(config: Any, index: int) -> LayerSpec:
     )
 
 
+def _bitnet(config: Any, index: int) -> LayerSpec:
+    """Norms before the last linear of each half; squared ReLU with a gate."""
+    return LayerSpec(
+        attention(config, index, window=0, output_norm="self_attn.attn_sub_norm"),
+        gated(config.hidden_act, norm="mlp.ffn_sub_norm"),
+        Norms(config.rms_norm_eps),
+    )
+
+
 def _nanochat(config: Any, index: int) -> LayerSpec:
     """Norms without weights, heads rotated backward and then normed, MLPs without gates."""
     return LayerSpec(
@@ -227,6 +236,7 @@ FAMILIES = {
     "hyperclovax": Family(_hyperclovax, embeddings="embedding_multiplier", logits="logits_scaling"),
     "arcee": Family(_arcee),
     "apertus": Family(_apertus),
+    "bitnet": Family(_bitnet),
     "nanochat": Family(_nanochat),
     "olmo2": Family(_olmo2),
     "olmo3": Family(_olmo3),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from dovetail.workers.kernels.layer_plan import Activation, HeadNorm, Score
+from dovetail.workers.kernels.layer_plan import Activation, HeadNorm, MixerGate, Score
 from dovetail.workers.models.families.description import (
     GATED,
     HEAD_NORMS,
@@ -110,10 +110,13 @@ def _qwen2_moe(config: Any, index: int) -> LayerSpec:
 
 def _olmoe(config: Any, index: int) -> LayerSpec:
     """Queries are normed together, and so are keys."""
-    if config.clip_qkv is not None:
-        raise UnsupportedError("the kernels do not clip queries, keys and values (clip_qkv)")
     mixed = attention(
-        config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
+        config,
+        index,
+        window=0,
+        norms=HEAD_NORMS,
+        norm_place=HeadNorm.WIDE_BEFORE_ROPE,
+        clip=config.clip_qkv or 0.0,
     )
     router = Router(normalised=config.norm_topk_prob)
     return _layer(config, mixed, experts_of(config, router))
@@ -207,6 +210,29 @@ def _hy_v3(config: Any, index: int) -> LayerSpec:
         correction="mlp.e_score_correction_bias",
         added_sum=1e-20,
         scale=config.router_scaling_factor,
+    )
+    shared = _mlp_within(config, "shared_experts")
+    return _layer(config, mixed, experts_of(config, router, shared=shared))
+
+
+def _laguna(config: Any, index: int) -> LayerSpec:
+    """Layers have their own numbers of heads, each with a gate, or with one for each number."""
+    mixed = attention(
+        config,
+        index,
+        heads=config.num_attention_heads_per_layer[index],
+        norms=HEAD_NORMS,
+        rope=Rope(config.layer_types[index]),
+        gate="self_attn.g_proj",
+        gate_kind=MixerGate.SOFTPLUS,
+    )
+    if config.mlp_layer_types[index] != "sparse":
+        return _layer(config, mixed, gated(config.hidden_act))
+    router = Router(
+        score=Score.SIGMOID,
+        correction="mlp.gate.e_score_correction_bias",
+        softcap=config.moe_router_logit_softcapping,
+        scale_after=config.moe_routed_scaling_factor,
     )
     shared = _mlp_within(config, "shared_experts")
     return _layer(config, mixed, experts_of(config, router, shared=shared))
@@ -348,6 +374,7 @@ FAMILIES = {
     "exaone_moe": Family(_exaone_moe),
     "afmoe": Family(_afmoe),
     "hy_v3": Family(_hy_v3),
+    "laguna": Family(_laguna),
     "mellum": Family(_mellum),
     "flex_olmo": Family(_flex_olmo),
     "ernie4_5_moe": Family(_ernie4_5_moe),

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import gelu, relu, silu, softplus
 
 from dovetail.workers.kernels.experts import mix
 from dovetail.workers.kernels.layer import DecoderLayer
-from dovetail.workers.kernels.layer_plan import Activation, LayerPlan, RouterPlan, Score
+from dovetail.workers.kernels.layer_plan import Activation, LayerPlan, MixerGate, RouterPlan, Score
 from dovetail.workers.models.backends.blob import ROUTER, SHARED_GATE
 
 Multiply = Callable[[str, Tensor], Tensor]  # by a matrix's name: x [T, k] fp32 -> x W^T + bias
@@ -77,6 +77,8 @@ class DeviceExperts:
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The experts [T, chosen] of rows, ascending, and their weights."""
         router = self._router
+        if router.softcap:
+            logits = router.softcap * torch.tanh(logits / router.softcap)
         scores = logits
         if router.score is Score.SOFTMAX:
             scores = logits.softmax(-1)
@@ -88,7 +90,9 @@ class DeviceExperts:
         best = values.sort(dim=-1, descending=True, stable=True).indices[:, : router.chosen]
         ids = best.sort(dim=-1).values
         weights = scores.gather(-1, ids)
-        if router.score is Score.SOFTMAX_OF_CHOSEN:
+        if router.score is Score.SPARSE_MIXER:
+            weights = _sparsely(router, logits, ids)
+        elif router.score is Score.SOFTMAX_OF_CHOSEN:
             weights = weights.softmax(-1)
         elif router.score is Score.SIGMOID_OF_CHOSEN:
             weights = weights.sigmoid()
@@ -97,6 +101,15 @@ class DeviceExperts:
             weights = weights / total.clamp(min=router.least_sum)
         weights = weights * router.scale
         return ids, weights if self._scales is None else weights * self._scales[ids]
+
+
+def _sparsely(router: RouterPlan, logits: Tensor, ids: Tensor) -> Tensor:
+    """Return SparseMixer's weights of the chosen experts [T, chosen]."""
+    own, other = logits.gather(-1, ids).unsqueeze(-1), logits.unsqueeze(1)
+    lower = torch.arange(logits.shape[-1], device=logits.device) < ids.unsqueeze(-1)
+    far = own - other > 2.0 * router.jitter * torch.maximum(other.abs(), own)
+    out = far | (other > own) | ((other == own) & lower)
+    return 1.0 / (other - own).masked_fill(out, float("-inf")).exp().sum(-1)
 
 
 def _within_groups(router: RouterPlan, values: Tensor) -> Tensor:
@@ -119,8 +132,8 @@ def gate_shared(shared: Tensor, x: Tensor, plan: LayerPlan, multiply: Multiply) 
 
 def activate(plan: LayerPlan, x: Tensor) -> Tensor:
     """[T, units] of [T, 2 units], the gate first, or of [T, units]."""
-    if plan.activation is Activation.RELU2:
-        return relu(x).square()
+    if plan.activation in (Activation.RELU, Activation.RELU2):
+        return relu(x) if plan.activation is Activation.RELU else relu(x).square()
     if plan.activation in (Activation.GELU, Activation.GELU_TANH):
         return gelu(x, approximate="none" if plan.activation is Activation.GELU else "tanh")
     if plan.activation is Activation.XIELU:
@@ -134,6 +147,13 @@ def activate(plan: LayerPlan, x: Tensor) -> Tensor:
         factor, limit = plan.activation_numbers
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1.0) * gate * torch.sigmoid(factor * gate)
+    if plan.activation is Activation.RELU2_GATED:
+        return relu(gate).square() * up
     return (
         silu(gate) if plan.activation is Activation.SILU_GATED else gelu(gate, approximate="tanh")
     ) * up
+
+
+def open_gates(plan: LayerPlan, x: Tensor) -> Tensor:
+    """Return the gates after attention of their linear's output."""
+    return x.sigmoid() if plan.gate_kind is MixerGate.SIGMOID else softplus(x)

@@ -14,6 +14,7 @@ from dovetail.workers.models.backends.device.experts import (
     Multiply,
     activate,
     gate_shared,
+    open_gates,
     plain,
 )
 from dovetail.workers.models.backends.device.parts import DeviceNorm, Parts
@@ -48,6 +49,7 @@ class DeviceLayer:
             norm(plan.post_attention_norm),
             norm(plan.post_mlp_norm),
         )
+        self._mixer_norm, self._inner_norm = norm(plan.mixer_norm), norm(plan.inner_norm)
         self._query_norm = norm(plan.query_norm, NormKind.RMS)
         self._key_norm = norm(plan.key_norm, NormKind.RMS)
         self._value_norm = norm(plan.value_norm, NormKind.RMS)
@@ -107,8 +109,9 @@ class DeviceLayer:
         else:
             mixed = self._attend(rows, given)
         if plan.mixer_gate is not None:
-            mixed = mixed * multiply("mixer_gate", x).sigmoid()
-        update = multiply("output", mixed)
+            gates = open_gates(plan, multiply("mixer_gate", x))
+            mixed = (mixed.unflatten(1, (gates.shape[1], -1)) * gates.unsqueeze(-1)).flatten(1)
+        update = multiply("output", _through(self._mixer_norm, mixed))
         if plan.beside is None or self._scan is None:
             return update
         given = multiply("beside.given", _through(self._beside_norm, states))
@@ -131,7 +134,7 @@ class DeviceLayer:
     def _dense(self, x: Tensor, multiply: Multiply) -> Tensor:
         both = multiply("gate_up", x)
         gated = activate(self._plan, both) if self._gates is None else self._gates.gate(both)
-        return multiply("down", gated)
+        return multiply("down", _through(self._inner_norm, gated))
 
     def _attend(self, rows: SeenRows, qkv: Tensor) -> Tensor:
         plan = self._plan
@@ -142,6 +145,8 @@ class DeviceLayer:
         turned, value = heads[:, :stop], heads[:, stop:]
         if plan.head_norm is not HeadNorm.HEAD_AFTER_ROPE:
             turned = self._norm_heads(turned)
+        if plan.clip:
+            turned, value = turned.clamp(-plan.clip, plan.clip), value.clamp(-plan.clip, plan.clip)
         if plan.rotary is not None:
             assert rows.turn is not None
             turned = rows.turn.of(turned, plan.rotary)
