@@ -300,7 +300,7 @@ class ExpertProof(nn.Module):
 
     def _run(self, experts: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         y: Tensor = experts(x, ids, weights)
-        return y
+        return y.view(x.shape)
 
     def _check_formula(self, parts: ExpertParts) -> None:
         """`UnsupportedError` if transformers computes more for an expert than the formula."""
