@@ -200,8 +200,8 @@ def test_a_gguf_file_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_weights_that_the_kernels_do_not_compute_become_fp32(tmp_path: Path) -> None:
-    write_tiny("opt", tmp_path / "models" / "opt", dtype=torch.bfloat16)
-    found, _ = chosen(tmp_path / "models" / "opt")
+    write_tiny("biogpt", tmp_path / "models" / "biogpt", dtype=torch.bfloat16)
+    found, _ = chosen(tmp_path / "models" / "biogpt")
     assert found.settings.target.weights == "fp32"
 
 
