@@ -91,8 +91,8 @@ class RotaryTables:
         frequencies = getattr(embedding, f"{prefix}inv_freq", None)
         if not isinstance(frequencies, Tensor) or frequencies.ndim != 1:
             raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
-        rope = getattr(getattr(embedding, "config", None), "rope_parameters", None) or {}
-        scaling = rope.get("short_mscale", getattr(embedding, f"{prefix}attention_scaling", 1.0))
+        fields = getattr(getattr(embedding, "config", None), "rope_parameters", None) or {}
+        scaling = fields.get("short_mscale", getattr(embedding, f"{prefix}attention_scaling", 1.0))
         return frequencies.float().tolist(), float(scaling)
 
     def _check(self, table: Rotary, rope: Rope) -> None:

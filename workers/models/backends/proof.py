@@ -19,7 +19,7 @@ from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, LayerPlan, new_cache
 from dovetail.workers.models import transformers
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.backends.device.experts import open_gates
+from dovetail.workers.models.backends.device.experts import gate_mixed
 from dovetail.workers.models.backends.embedding import OwnInputs
 from dovetail.workers.models.backends.experts import ExpertProof, ScaledExpertProof
 from dovetail.workers.models.backends.layer_parts import LayerParts
@@ -346,8 +346,8 @@ class LayerProof:
             self._compare(f"{what} of", wanted[oracle.dense :], found, ATTENTION_TOLERANCE)
         mixed, gates = layer.attend(rows, qkv), self._products.get("mixer_gate")
         if gates is not None:
-            opened = open_gates(plan, torch.cat([gates.result[: oracle.dense], gates.result]))
-            mixed = (mixed.unflatten(1, (opened.shape[1], -1)) * opened.unsqueeze(-1)).flatten(1)
+            given = torch.cat([gates.result[: oracle.dense], gates.result])
+            mixed = gate_mixed(plan, mixed, given)
         if plan.mixer_norm is not None:
             mixed = normalise(plan.norm_kind, plan.mixer_norm, mixed, plan.epsilon)
         self._compare("attention of", self._products["output"].given, mixed, ATTENTION_TOLERANCE)

@@ -154,6 +154,8 @@ def activate(plan: LayerPlan, x: Tensor) -> Tensor:
     ) * up
 
 
-def open_gates(plan: LayerPlan, x: Tensor) -> Tensor:
-    """Return the gates after attention of their linear's output."""
-    return x.sigmoid() if plan.gate_kind is MixerGate.SIGMOID else softplus(x)
+def gate_mixed(plan: LayerPlan, mixed: Tensor, x: Tensor) -> Tensor:
+    """Return attention's result [T, width] times its gates, a number or head each: x [T, gates],
+    before their function."""
+    gates = x.sigmoid() if plan.gate_kind is MixerGate.SIGMOID else softplus(x)
+    return (mixed.reshape(*gates.shape, -1) * gates.unsqueeze(-1)).view(mixed.shape)

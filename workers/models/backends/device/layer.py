@@ -13,8 +13,8 @@ from dovetail.workers.models.backends.device.experts import (
     HostExperts,
     Multiply,
     activate,
+    gate_mixed,
     gate_shared,
-    open_gates,
     plain,
 )
 from dovetail.workers.models.backends.device.parts import DeviceNorm, Parts
@@ -109,8 +109,7 @@ class DeviceLayer:
         else:
             mixed = self._attend(rows, given)
         if plan.mixer_gate is not None:
-            gates = open_gates(plan, multiply("mixer_gate", x))
-            mixed = (mixed.unflatten(1, (gates.shape[1], -1)) * gates.unsqueeze(-1)).flatten(1)
+            mixed = gate_mixed(plan, mixed, multiply("mixer_gate", x))
         update = multiply("output", _through(self._mixer_norm, mixed))
         if plan.beside is None or self._scan is None:
             return update
