@@ -2,6 +2,7 @@
 line by line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,15 @@ def test_file_of_other_chats_is_not_gone_on_with(
             r"chats",
         ):
             regenerate(chats, model, renderer, whole[0], writing)
+
+
+@pytest.mark.parametrize(("name", "other"), [("seed", 8), ("new_tokens", 25)])
+def test_answers_written_with_other_settings_are_not_kept(
+    whole: tuple[Path, Outcome], model: LanguageModel, renderer: Renderer, name: str, other: int
+) -> None:
+    was = getattr(WRITING, name)
+    with pytest.raises(UserError, match=f"line 1, was written with {name} {was}, not {other}: "):
+        regenerate(CHATS, model, renderer, whole[0], replace(WRITING, **{name: other}))
 
 
 def test_what_was_written_is_read_as_chats_and_a_long_answer_does_not_end(

@@ -3,8 +3,9 @@
 A draft learns from its target's texts, not from others. The users' turns are sent one after the
 other, each after the target's own answers to the earlier ones. The file has OpenAI's form, a line
 for each chat and temperature in the order in which they end, with "id", "finish_reason",
-"temperature" and "target"; an interrupted run resumes with the missing ones. Noise depends on seed,
-chat and temperature alone, so an answer does not depend on how many are written at once."""
+"temperature", "target", "weights", "seed" and "new_tokens"; an interrupted run resumes with the
+missing ones. Noise depends on seed, chat and temperature alone, so an answer does not depend on how
+many are written at once."""
 
 import json
 import time
@@ -218,7 +219,9 @@ def regenerate(
         for number, chat in enumerate(chats, 1)
         for job in _jobs(chat, number, writing, left_out)
     ]
-    done = _read_done(out, {job.id: job for job in jobs}, model.checkpoint_digest)
+    made: dict[str, Any] = {"target": model.checkpoint_digest, "weights": model.weights}
+    made |= {"seed": writing.seed, "new_tokens": writing.new_tokens}
+    done = _read_done(out, {job.id: job for job in jobs}, made)
     with disk.writing(out, "the answers"):
         file = out.open("ab")
     with file:
@@ -228,7 +231,7 @@ def regenerate(
         ):
             if job.turns:
                 answered += 1
-                _append(file, out, job, model.checkpoint_digest)
+                _append(file, out, job, made)
             else:
                 left_out[NO_ROOM] += 1
             ended = answered + left_out[NO_ROOM]
@@ -307,20 +310,20 @@ def _ask(
     return True
 
 
-def _append(file: IO[bytes], out: Path, job: _Job, digest: str) -> None:
+def _append(file: IO[bytes], out: Path, job: _Job, made: Mapping[str, Any]) -> None:
     line = {
         "id": job.id,
         "messages": [{"role": message.role, "content": message.content} for message in job.turns],
         "finish_reason": "length" if job.cut else "stop",
         "temperature": job.temperature,
-        "target": digest,
+        **made,
     }
     disk.append(file, out, "the answers", json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
-def _read_done(out: Path, jobs: Mapping[str, _Job], digest: str) -> set[str]:
+def _read_done(out: Path, jobs: Mapping[str, _Job], made: Mapping[str, Any]) -> set[str]:
     """Return the ids that a file holds; an incomplete last line is removed. Raises `UserError` if
-    the file does not belong to these chats and this target."""
+    the file does not belong to these chats and this target, or was `made` otherwise."""
     if not out.is_file():
         with disk.writing(out, "the answers"):
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -336,7 +339,7 @@ def _read_done(out: Path, jobs: Mapping[str, _Job], digest: str) -> set[str]:
             ]
             fits = (
                 first == [message.content for message in jobs[row["id"]].asks[0]]
-                and row["target"] == digest
+                and row["target"] == made["target"]
             )
         except (ValueError, KeyError, TypeError):
             fits = False
@@ -345,6 +348,12 @@ def _read_done(out: Path, jobs: Mapping[str, _Job], digest: str) -> set[str]:
                 f"{out}, line {number}, is not an answer of this target to these chats at these "
                 "temperatures: give another file, or remove this one"
             )
+        for name in made:
+            if (was := row.get(name, "unknown")) != made[name]:
+                raise UserError(
+                    f"{out}, line {number}, was written with {name} {was}, not {made[name]}: give "
+                    "another file, or remove this one"
+                )
         done.add(row["id"])
     if whole < len(content):
         with out.open("rb+") as file:
