@@ -109,7 +109,7 @@ def train_head(wish: TrainingOptions) -> "Trained | None":
 
 def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> "Trained | None":
     from dovetail.workers.heads.files import open_files
-    from dovetail.workers.training.folder import config_of, read_weights, write_head
+    from dovetail.workers.training.folder import check_begun, config_of, read_weights, write_head
     from dovetail.workers.training.heads.trainable import STREAM
     from dovetail.workers.training.run import silent
     from dovetail.workers.training.target_parts import read_target
@@ -124,11 +124,13 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
     shape, plan = _shape(wish, features, target), _plan(wish, target, peers)
     about: dict[str, Any] = {"target": target.digest, "data": features.digest}
     begun = None if wish.begin in NEW else open_files(wish.begin, allow_bin=False)
+    config = config_of(shape, trained_for=target.digest, taps=features.origin.taps)
     about |= {"taps": features.origin.taps, "begin": begun.digest if begun else wish.begin}
 
     def prepare(head: "TrainableHead") -> None:
         if begun is not None:
             read_weights(head, begun)
+            check_begun(begun, config, target)
         elif wish.begin == "target":
             head.begin_with(target, features.stream() or STREAM)
 
@@ -153,7 +155,6 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
         **curves(trained),
     }
     with place.result() as folder:
-        config = config_of(shape, trained_for=target.digest, taps=features.origin.taps)
         write_head(folder, trained.head, config, texts, target.frozen, store=wish.store)
     return trained
 

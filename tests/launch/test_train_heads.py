@@ -339,6 +339,11 @@ def test_a_gguf_file_is_a_target_and_a_trained_head_learns_more_from_further_fea
     other = wish("eagle3", data[0], tmp_path / "other", features=tuple(data), begin=str(first))
     with pytest.raises(UserError, match=r"another shape \(size mismatch for d2t\): give"):
         train_head(replace(other, data=(), draft_vocabulary=200))
+    config = json.loads((first / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 4, 5]
+    (first / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"with taps \(1, 4, 5\), but the .* for \(2, 4, 5\)"):
+        train_head(replace(other, data=(), draft_vocabulary=300))
     card = (second / "README.md").read_text()
     assert "the model in a file called model.gguf" in card
     assert str(tmp_path) not in card

@@ -6,6 +6,7 @@ loaded (EAGLE-3, and a head with a reduced vocabulary, have their own output hea
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
+from dovetail.workers.heads.config import read_config
 from dovetail.workers.heads.files import HeadFiles
 from dovetail.workers.heads.matrices import codes_of
+from dovetail.workers.heads.registry import kind_of_tensors
+from dovetail.workers.heads.spec import TargetShape, plain_name
 from dovetail.workers.kernels.blocks import WIDTH
 from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
 from dovetail.workers.training.recipes import recipe_of
@@ -155,6 +159,26 @@ def read_weights(head: TrainableHead, files: HeadFiles) -> None:
         raise UserError(
             f"{files.folder} holds a head of another shape ({why}): give its options"
         ) from None
+
+
+def check_begun(files: HeadFiles, config: Mapping[str, Any], target: TargetParts) -> None:
+    """Raise `UserError` if a trained head reads other layers, or computes otherwise, than a new one
+    of this config."""
+    kind = kind_of_tensors(files.shapes)
+    assert kind is not None
+    shapes = {kind.rename(plain_name(name)): shape for name, shape in files.shapes.items()}
+    rows, width = target.frozen.embedding.shape
+    shape = TargetShape("the target", width, int(target.config["num_hidden_layers"]), rows)
+    begun, new = (
+        asdict(kind.read_spec(read_config(values, kind.config), shapes, shape, "float16"))
+        for values in (files.config, config)
+    )
+    for name in begun:
+        if name != "context" and begun[name] != new[name]:
+            raise UserError(
+                f"{files.folder} holds a head with {name} {begun[name]}, but the features and "
+                f"options are for {new[name]}: use the same"
+            )
 
 
 def _stored_as(value: Tensor) -> Tensor:
