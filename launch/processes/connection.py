@@ -16,7 +16,7 @@ from dovetail.launch.processes.preflight import check_target
 from dovetail.launch.processes.stack import Stack, begin_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
-from dovetail.launch.settings.generation import by_folder, with_generation_config
+from dovetail.launch.settings.generation import by_folder, fitting, with_generation_config
 from dovetail.launch.settings.models import DEMO_FOLDER, blocks_in_words
 from dovetail.protocol.errors import (
     CheckpointError,
@@ -359,7 +359,7 @@ def connected_by_target(
             configuration, taken = by_folder(configuration, _folder(connection.state.workers))
         if taken:
             note(taken)
-        yield connection, configuration
+        yield connection, fitting(configuration)
 
 
 def _folder(workers: tuple[WorkerState, ...]) -> Path | None:

@@ -56,6 +56,16 @@ def by_folder(configuration: Configuration, folder: Path | None) -> tuple[Config
     )
 
 
+def fitting(configuration: Configuration) -> Configuration:
+    """Return settings for single requests: the least tokens by the target's file are no more than
+    the most tokens of a reply."""
+    most = configuration.settings.sampling.max_tokens
+    origin = configuration.origins["sampling.min_tokens"]
+    if Path(origin).name != FILE or configuration.settings.sampling.min_tokens <= most:
+        return configuration
+    return configuration.over(origin, {"sampling.min_tokens": most})
+
+
 def _defaults(file: Path) -> Iterator[tuple[str, Any]]:
     """The settings in a file. A model with `do_sample` false is decoded greedily; with true, its
     default temperature is 1."""

@@ -39,7 +39,7 @@ from dovetail.launch.processes.stack import (
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings import models as embedded
 from dovetail.launch.settings.configure import Configuration, configure
-from dovetail.launch.settings.generation import FILE, with_generation_config
+from dovetail.launch.settings.generation import FILE, fitting, with_generation_config
 from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.links import open_link
@@ -434,6 +434,10 @@ def test_a_targets_sampling_defaults_are_those_of_requests(
 def test_the_fewest_tokens_of_a_reply_are_the_targets(tmp_path: Path) -> None:
     found, _ = with_generation_config(configured(tmp_path, {"min_new_tokens": 5}))
     assert found.settings.sampling.min_tokens == 5
+    for given, least in (({}, 3), ({"sampling__min_tokens": "4"}, 4)):
+        asked = configured(tmp_path, {"min_new_tokens": 5}, sampling__max_tokens="3", **given)
+        found, _ = with_generation_config(asked)
+        assert fitting(found).settings.sampling.min_tokens == least
 
 
 def test_what_the_user_says_stays_and_what_is_taken_over_is_told(tmp_path: Path) -> None:
