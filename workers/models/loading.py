@@ -178,7 +178,7 @@ def _on_cpu(
         except StumbledError as error:
             if wanted.stage is not None and isinstance(error.__cause__, NotImplementedError):
                 use = "use target.weights half or fp32, or leave target.split and target.device out"
-                what = f"torch has no product of {wanted.weights} weights on that device"
+                what = f"torch cannot compute it with {wanted.weights} weights on that device"
                 raise checkpoint.refusal(f"{what} ({error.stumble}); {use}") from error
             why_not = f"the C++ kernels cannot compute model type {kind}: {error.stumble}"
     if wanted.stage is None:
