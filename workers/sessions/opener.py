@@ -205,6 +205,7 @@ class Opener:
             order.features,
             order.logprobs,
             order.round,
+            order.end,
             own,
         )
 
