@@ -31,6 +31,7 @@ from dovetail.protocol.messages import (
     Event,
     Failed,
     Observe,
+    Open,
     Probe,
     Probed,
     Welcome,
@@ -272,6 +273,8 @@ class _Loop:
         if isinstance(command, Observe):
             self._worker.spans.fine = command.fine
             return
+        if isinstance(command, Open):
+            self._standing.opens(command)
         self._began_s = time.monotonic()
         try:
             yield from self._answers(command)

@@ -25,8 +25,10 @@ CLONE3 = 435  # the number of the system call, on every architecture
 PROGRAM = "dovetail"
 MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
 LEAST_FILES = 64  # open files of any of our processes, with some margin
-SLICE_S, SHARE = 0.005, 0.25
-"""CPU seconds after which a process that is paced pauses, and the part of a quota that it takes."""
+SLICE_S, SHARE, LONGEST_PAUSE_S = 0.005, 0.25, 1.0
+"""CPU seconds after which a process that is paced pauses, the part of a quota that it takes, and
+the longest pause: a call of native code is not interrupted, and what it used is in the past."""
+_paced = False  # whether this process is paced now
 LET_GO = 3
 """Exit code of a worker that was drained, replaced or dismissed: it must not be restarted."""
 
@@ -123,14 +125,27 @@ def ending_at_once() -> Iterator[None]:
 def pace(quota: float | None) -> None:
     """Leave most of a quota below one CPU to the other processes of our control group, which is
     reported, until `pace(None)`: the kernel stops all when it is used up, despite priorities."""
-    if quota is None or quota >= 1.0:
+    global _paced
+    _paced = quota is not None and quota < 1.0
+    if quota is None or not _paced:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         return
     from dovetail.launch.console.terminal import note  # imports pydantic
 
-    note(f"loading uses at most {SHARE:.0%} of the CPU quota of {quota:g}: streams need the rest")
-    pause_s = SLICE_S / (SHARE * quota)
-    signal.signal(signal.SIGPROF, lambda *_: time.sleep(pause_s))
+    note(
+        f"at most {SHARE:.0%} of the CPU quota of {quota:g} is used until sessions move here: "
+        "streams need the rest"
+    )
+    share, paused_s = SHARE * quota, time.process_time()
+
+    def pause(*_: object) -> None:
+        nonlocal paused_s
+        if _paced:  # not for a signal from before the end
+            used_s = max(0.0, time.process_time() - paused_s)  # this may interrupt itself
+            time.sleep(min(used_s / share, LONGEST_PAUSE_S))
+            paused_s = time.process_time()
+
+    signal.signal(signal.SIGPROF, pause)
     signal.setitimer(signal.ITIMER_PROF, SLICE_S, SLICE_S)
 
 

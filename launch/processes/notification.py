@@ -44,11 +44,16 @@ class Notifier:
         self._parts, self._ready, self._heard = frozenset(parts), set[str](), set[str]()
         self._due_s = self._extend_s = -math.inf
 
-    def part(self, name: str, serves: Callable[[], None] = lambda: None) -> SimpleNamespace:
+    def part(
+        self,
+        name: str,
+        serves: Callable[[], None] = lambda: None,
+        replies: Callable[[], None] = lambda: None,
+    ) -> SimpleNamespace:
         """Return the notifier of one of the loops, with the interface of a worker's listener;
-        `serves` is called when the worker starts to serve."""
+        `serves` and `replies` are called as that describes."""
         ready, progress = partial(self.ready, name), partial(self.progress, name)
-        return SimpleNamespace(ready=ready, progress=progress, serves=serves)
+        return SimpleNamespace(ready=ready, progress=progress, serves=serves, replies=replies)
 
     def ready(self, part: str = "") -> None:
         """Note that a part is ready; notify once, when all are."""

@@ -141,7 +141,6 @@ class WorkerProcess:
         over, others = threading.Event(), dict[Part, SecondRole]()
         try:
             workers = self._load(links)
-            pace(None)
             load_s = time.monotonic() - began
             self.say(
                 f"{self._title} is loaded, {counted(self.threads, 'thread')}, bound: "
@@ -256,7 +255,7 @@ class WorkerProcess:
             answer_s=self.configuration.settings.coordinator.answer_s,
             reconnecting=reconnecting if self.reconnect_s else None,
             watchdog=watchdog,
-            listener=self.notifier.part(part, noted),
+            listener=self.notifier.part(part, noted, partial(pace, None)),
         )
 
     def _note(self, fingerprint: str) -> None:

@@ -81,7 +81,8 @@ def trial_tokens(target: Worker) -> tuple[int, ...]:
 
 
 SILENT_NS = 30_000_000_000
-"""Nanoseconds without a token of any trial after which the newcomer has failed."""
+"""Nanoseconds without a token of any trial, and without a pass that makes progress, after which the
+newcomer has failed."""
 
 Standing = Literal["held", "movable", "coming", "over"]
 """A session's standing: on the old worker, to stay or move; moving; on another one."""
@@ -242,8 +243,11 @@ class Changes:
 
     def step(self, now_ns: int) -> None:
         """Advance the change after an event or a tick."""
-        if self._change is not None and self._progressed:
-            self._change.heard_ns = now_ns
+        if (change := self._change) is not None:
+            probed = change.newcomer.probed if change.newcomer is not None else None
+            passes = probed is not None and probed.busy and probed.sent_ns > change.heard_ns
+            if self._progressed or passes:
+                change.heard_ns = now_ns
         self._progressed = False
         while self._ended:
             name, end, drafted = self._ended.popleft()

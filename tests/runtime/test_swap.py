@@ -24,6 +24,7 @@ from dovetail.protocol.messages import (
     Finished,
     Open,
     Opened,
+    Probed,
     Reads,
     States,
     Supervised,
@@ -499,6 +500,16 @@ class Mute(ScriptedTarget):
         return []
 
 
+class Slow(Mute):
+    """Answers only probes, during a command that makes progress."""
+
+    def handle(self, command: Command) -> list[Event]:
+        return [
+            event.model_copy(update={"busy": True}) if isinstance(event, Probed) else event
+            for event in super().handle(command)
+        ]
+
+
 class Babbling(ScriptedDraft):
     """Proposes tokens that do not exist."""
 
@@ -571,6 +582,16 @@ def test_a_newcomer_of_which_nothing_is_heard_is_let_go_after_a_while() -> None:
     newcomer.step()
     assert newcomer.drained
     scene.check_all_is_over()
+
+
+def test_a_newcomer_may_take_long_for_a_pass_that_makes_progress() -> None:
+    scene = Scene()
+    scene.swap(scene.newcomer(Slow), scene.house.target)
+    for _ in range(6):
+        scene.house.later_ns += SILENT_NS // 2
+        scene.house.coordinator.tick()
+        scene.house.run()
+    assert "target-2 replaces target, it is being tested" in scene.onlooker.status().reasons
 
 
 def test_a_trial_waits_for_as_long_as_it_gets_on() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.launch.processes.notification import Notifier
 from dovetail.protocol.codec import EVENT, encode
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.messages import (
@@ -17,6 +18,7 @@ from dovetail.protocol.messages import (
     Draft,
     Drafted,
     Drain,
+    Engage,
     Event,
     Failed,
     HeldSession,
@@ -66,10 +68,10 @@ def settings(llama_folder: Path) -> TargetSettings:
 class Coordinator:
     """The other end of the worker's link; keeps the first Hello."""
 
-    def __init__(self, worker: TargetWorker | DraftWorker[Any]) -> None:
+    def __init__(self, worker: TargetWorker | DraftWorker[Any], **given: Any) -> None:
         self.hub: MemoryHub = memory_links()
         self.link = self.hub.connect()
-        self.worker = worker
+        self.worker, self.given = worker, given
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
@@ -79,7 +81,7 @@ class Coordinator:
 
     def _serve(self) -> None:
         try:
-            serve(self.link, self.worker)
+            serve(self.link, self.worker, **self.given)
         except BaseException as error:
             self.error = error
 
@@ -852,6 +854,38 @@ def test_a_draft_worker_closes_its_sessions_and_holds_what_is_left(llama_folder:
     assert len(worker.kept) == 1
     kept.only(())
     assert len(worker.kept) == 0
+
+
+def test_no_pass_follows_a_token_that_ends_the_reply(coordinator: Coordinator) -> None:
+    coordinator.ask(opening(1))
+    verdict = coordinator.ask(verifying((1, 1, len(PROMPT) + 1)))
+    assert isinstance(verdict, Verified)
+    coordinator.ask(opening(2, end=(verdict.items[0].bonus,)))
+    orders = [verifying((2, 1, len(PROMPT) + 1)), verifying((2, 2, len(PROMPT) + 2))]
+    coordinator.send(*orders)  # the second is requested early
+    assert isinstance(coordinator.next(), Verified)
+    failure = coordinator.next()
+    assert isinstance(failure, Failed)
+    assert (failure.session, failure.round, failure.code) == (2, 2, "session")
+
+
+def test_a_newcomer_reports_the_first_session_of_a_client_not_trials_and_logs_read_ahead(
+    settings: TargetSettings,
+) -> None:
+    reports = list[str]()
+    listener = Notifier().part(
+        "", lambda: reports.append("serves"), lambda: reports.append("replies")
+    )
+    worker = open_target_worker(settings, name="target-0", threads=1)
+    coordinator = Coordinator(worker, standby=True, listener=listener)
+    coordinator.send(Welcome(epoch=EPOCH))
+    assert isinstance(coordinator.ask(opening(1)), Opened)  # a trial
+    coordinator.send(Engage(epoch=EPOCH))
+    assert isinstance(coordinator.ask(opening(2, capacity=len(PROMPT) + 1)), Opened)
+    assert reports == ["serves"]
+    assert isinstance(coordinator.ask(opening(3)), Opened)
+    assert reports == ["serves", "replies"]
+    coordinator.end()
 
 
 # -- growth ahead ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from dovetail.protocol.codec import COMMAND
 from dovetail.protocol.errors import DecodeError, LinkClosed, UserError, printable
 from dovetail.protocol.links import Link
-from dovetail.protocol.messages import VERSION, Command, Event, Failed, Hello, Welcome
+from dovetail.protocol.messages import VERSION, Command, Event, Failed, Hello, Open, Welcome
 from dovetail.protocol.settings import ANSWER_S
 from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels
@@ -69,6 +69,10 @@ class Listener(Protocol):
     def serves(self) -> None:
         """Called when the worker may get sessions: registered and not on standby."""
 
+    def replies(self) -> None:
+        """Called before a session is opened for a client's reply: neither for a trial, nor to
+        prefill the log of a session that will move."""
+
     def progress(self) -> None:
         """Called after a message, a step of a computation, or a search for a coordinator."""
 
@@ -118,6 +122,12 @@ class Standing:
         self.standby = False
         if self.listener is not None:
             self.listener.serves()
+
+    def opens(self, order: Open) -> None:
+        """Notify the listener of an Open for a client's reply."""
+        ahead = order.capacity == len(order.prompt) + 1  # room for no more than the first token
+        if self.listener is not None and not (self.standby or ahead):
+            self.listener.replies()
 
 
 def welcome(link: Link, answer_s: float) -> Welcome:
