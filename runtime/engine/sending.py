@@ -289,10 +289,11 @@ class CommandSender:
 
     def _verify_early(self, running: RunningRequest, worker: Worker) -> None:
         """Also send the verification of a lone session's next round, if that round is needed and
-        has no draft, so that the target does not wait between passes. If the reply ends sooner, the
-        pass is wasted; a target that could not undo its row to reuse the session has to wait."""
+        has no draft, so that the target does not wait between passes. If the session ends or moves
+        sooner, the pass is wasted: not on a worker that leaves, and a target that could not undo
+        its row to reuse the session has to wait."""
         undone = worker.limits.shares or not worker.limits.kept
-        if not undone or worker.turns.waiting or running.session.room < 2:
+        if not undone or worker.leaving or worker.turns.waiting or running.session.room < 2:
             return
         if self._may_draft(running):
             return
