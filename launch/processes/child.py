@@ -28,7 +28,7 @@ LEAST_FILES = 64  # open files of any of our processes, with some margin
 SLICE_S, SHARE, LONGEST_PAUSE_S = 0.005, 0.25, 1.0
 """CPU seconds after which a process that is paced pauses, the part of a quota that it takes, and
 the longest pause: a call of native code is not interrupted, and what it used is in the past."""
-_paced = False  # whether this process is paced now
+_part = 0.0  # of a quota, that this process uses while it is paced; 0: it is not
 LET_GO = 3
 """Exit code of a worker that was drained, replaced or dismissed: it must not be restarted."""
 
@@ -125,9 +125,9 @@ def ending_at_once() -> Iterator[None]:
 def pace(quota: float | None) -> None:
     """Leave most of a quota below one CPU to the other processes of our control group, which is
     reported, until `pace(None)`: the kernel stops all when it is used up, despite priorities."""
-    global _paced
-    _paced = quota is not None and quota < 1.0
-    if quota is None or not _paced:
+    global _part
+    _part = SHARE if quota is not None and quota < 1.0 else 0.0
+    if quota is None or not _part:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         return
     from dovetail.launch.console.terminal import note  # imports pydantic
@@ -136,17 +136,23 @@ def pace(quota: float | None) -> None:
         f"at most {SHARE:.0%} of the CPU quota of {quota:g} is used until sessions move here: "
         "streams need the rest"
     )
-    share, paused_s = SHARE * quota, time.process_time()
+    used_s, resumed_s = time.process_time(), time.monotonic()
 
     def pause(*_: object) -> None:
-        nonlocal paused_s
-        if _paced:  # not for a signal from before the end
-            used_s = max(0.0, time.process_time() - paused_s)  # this may interrupt itself
-            time.sleep(min(used_s / share, LONGEST_PAUSE_S))
-            paused_s = time.process_time()
+        nonlocal used_s, resumed_s
+        if (share := _part * quota) > 0.0:  # else this is a signal from before the end
+            used, passed_s = time.process_time() - used_s, time.monotonic() - resumed_s
+            time.sleep(min(max(0.0, used / share - passed_s), LONGEST_PAUSE_S))
+            used_s, resumed_s = time.process_time(), time.monotonic()
 
     signal.signal(signal.SIGPROF, pause)
     signal.setitimer(signal.ITIMER_PROF, SLICE_S, SLICE_S)
+
+
+def pace_less() -> None:
+    """Let a process that is paced use one and a half times as much."""
+    global _part
+    _part = min(1.5 * SHARE, 1.5 * _part)
 
 
 def end_undisturbed() -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.messages import Open
 
 log = logging.getLogger("dovetail.notify")
 
@@ -48,12 +49,12 @@ class Notifier:
         self,
         name: str,
         serves: Callable[[], None] = lambda: None,
-        replies: Callable[[], None] = lambda: None,
+        opens: Callable[[Open], None] = lambda _: None,
     ) -> SimpleNamespace:
         """Return the notifier of one of the loops, with the interface of a worker's listener;
-        `serves` and `replies` are called as that describes."""
+        `serves` and `opens` are called as that describes."""
         ready, progress = partial(self.ready, name), partial(self.progress, name)
-        return SimpleNamespace(ready=ready, progress=progress, serves=serves, replies=replies)
+        return SimpleNamespace(ready=ready, progress=progress, serves=serves, opens=opens)
 
     def ready(self, part: str = "") -> None:
         """Note that a part is ready; notify once, when all are."""

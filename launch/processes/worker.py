@@ -32,7 +32,7 @@ from dovetail.launch.files.directory import (
 from dovetail.launch.machine.cores import lay_out_here, parse_place
 from dovetail.launch.machine.sharding import layout_for
 from dovetail.launch.machine.topology import Binding, Place, format_numbers
-from dovetail.launch.processes.child import end_undisturbed, pace
+from dovetail.launch.processes.child import end_undisturbed, pace, pace_less
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.processes.nursery import import_at_once
 from dovetail.launch.processes.preflight import check_text, text_here
@@ -42,7 +42,7 @@ from dovetail.launch.settings.models import with_draft, with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
-from dovetail.protocol.messages import Drain, WorkerState
+from dovetail.protocol.messages import Drain, Open, WorkerState
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.gguf.view import resolved
@@ -255,7 +255,7 @@ class WorkerProcess:
             answer_s=self.configuration.settings.coordinator.answer_s,
             reconnecting=reconnecting if self.reconnect_s else None,
             watchdog=watchdog,
-            listener=self.notifier.part(part, noted, partial(pace, None)),
+            listener=self.notifier.part(part, noted, _pace_for),
         )
 
     def _note(self, fingerprint: str) -> None:
@@ -263,6 +263,15 @@ class WorkerProcess:
             note_worker(self.connect, parts_of(self.role), self.flags, fingerprint)
         except (OSError, UserError) as error:
             self.say(f"{self._title}: `dovetail swap` cannot use its settings ({error})")
+
+
+def _pace_for(order: Open) -> None:
+    """Use more of a quota for the log of a session that is about to move once the first reading is
+    done, so that it does not fall behind, and all for a client's reply."""
+    if order.capacity > len(order.prompt) + 1:  # else only for the first token
+        pace(None)
+    elif order.base is not None:
+        pace_less()
 
 
 class SecondRole(threading.Thread):

@@ -14,7 +14,8 @@ from dovetail.runtime.moves.moving import Moving
 MOST_LAG = 8
 """The most tokens for whose prefill a moving session may pause: about two passes."""
 GAINS = 0.9
-"""A log is prefilled again as long as the new tokens are at most this share of the last prefill."""
+"""A log is prefilled again as long as the new tokens are at most this share of the last prefill, or
+that was the first one: a new worker is slower meanwhile where it leaves CPU time to the streams."""
 
 
 @dataclass(eq=False)
@@ -76,7 +77,8 @@ class ReadingAhead:
         """Return whether enough new tokens were committed to prefill them before the move."""
         assert reading.reader is not None
         came = reading.running.session.length - reading.reader.session.length
-        return MOST_LAG < came <= GAINS * reading.unread and self.able(reading.running, reading.new)
+        gains = came <= GAINS * reading.unread or reading.reader.session.target_base is None
+        return came > MOST_LAG and gains and self.able(reading.running, reading.new)
 
     def abandon(self, reading: Reading | None) -> None:
         """End a reader if it is still running."""

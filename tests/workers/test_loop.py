@@ -869,22 +869,20 @@ def test_no_pass_follows_a_token_that_ends_the_reply(coordinator: Coordinator) -
     assert (failure.session, failure.round, failure.code) == (2, 2, "session")
 
 
-def test_a_newcomer_reports_the_first_session_of_a_client_not_trials_and_logs_read_ahead(
+def test_a_newcomer_reports_the_sessions_that_it_opens_except_for_trials(
     settings: TargetSettings,
 ) -> None:
     reports = list[str]()
     listener = Notifier().part(
-        "", lambda: reports.append("serves"), lambda: reports.append("replies")
+        "", lambda: reports.append("serves"), lambda order: reports.append(str(order.session))
     )
     worker = open_target_worker(settings, name="target-0", threads=1)
     coordinator = Coordinator(worker, standby=True, listener=listener)
     coordinator.send(Welcome(epoch=EPOCH))
     assert isinstance(coordinator.ask(opening(1)), Opened)  # a trial
     coordinator.send(Engage(epoch=EPOCH))
-    assert isinstance(coordinator.ask(opening(2, capacity=len(PROMPT) + 1)), Opened)
-    assert reports == ["serves"]
-    assert isinstance(coordinator.ask(opening(3)), Opened)
-    assert reports == ["serves", "replies"]
+    assert isinstance(coordinator.ask(opening(2)), Opened)
+    assert reports == ["serves", "2"]
     coordinator.end()
 
 

@@ -69,9 +69,8 @@ class Listener(Protocol):
     def serves(self) -> None:
         """Called when the worker may get sessions: registered and not on standby."""
 
-    def replies(self) -> None:
-        """Called before a session is opened for a client's reply: neither for a trial, nor to
-        prefill the log of a session that will move."""
+    def opens(self, order: Open) -> None:
+        """Called before a session is opened, except for a trial."""
 
     def progress(self) -> None:
         """Called after a message, a step of a computation, or a search for a coordinator."""
@@ -124,10 +123,9 @@ class Standing:
             self.listener.serves()
 
     def opens(self, order: Open) -> None:
-        """Notify the listener of an Open for a client's reply."""
-        ahead = order.capacity == len(order.prompt) + 1  # room for no more than the first token
-        if self.listener is not None and not (self.standby or ahead):
-            self.listener.replies()
+        """Notify the listener of an Open, unless it is for a trial."""
+        if self.listener is not None and not self.standby:
+            self.listener.opens(order)
 
 
 def welcome(link: Link, answer_s: float) -> Welcome:
