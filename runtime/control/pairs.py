@@ -138,20 +138,17 @@ class Pair:
         """Learn from a drafted round and its seconds, without the wait for the target."""
         times, costs = done.times, self.costs
         costs.draft.observe_all(drafted.passes)
-        told = [
-            (costs.exposed_s, times.draft_ns / 1e9),
-            (costs.draft_hop_s, times.draft_hop_ns / 1e9),
-            (self.hits, float(drafted.hit)),
-            (self.gamma, float(done.verified)),
-            (self.tokens, float(done.tokens)),
-            (self.seconds, seconds),
-            (self.expected_nodes, done.begun.nodes),
-            (self.accepted, done.tokens - 1.0),
-        ]
+        costs.exposed_s.add(times.draft_ns / 1e9)
+        costs.draft_hop_s.add(times.draft_hop_ns / 1e9)
+        self.hits.add(drafted.hit)
+        self.gamma.add(done.verified)
+        self.tokens.add(done.tokens)
+        self.seconds.add(seconds)
+        self.expected_nodes.add(done.begun.nodes)
+        self.accepted.add(done.tokens - 1)
         if (expected := done.begun.expected) is not None:
-            told += zip((self.expected_tokens, self.predicted_s), expected, strict=True)
-        for average, value in told:
-            average.add(value)
+            self.expected_tokens.add(expected[0])
+            self.predicted_s.add(expected[1])
         self.rounds += 1
         self.context = float(done.context)
 

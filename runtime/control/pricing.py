@@ -58,21 +58,18 @@ class Pricing:
     def __init__(self, tree: TreeSettings, now: Situation) -> None:
         """`now`: kept up to date by the controller of the session."""
         self._depth, self._most_nodes, self._now = tree.depth, tree.most_nodes, now
-        self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        """(tokens, seconds) of the last rounds."""
-        self._tokens = self._seconds = 0.0  # sums of both
+        self._tokens, self._seconds = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
+        """Of each of the last rounds."""
 
     def count(self, tokens: float, seconds: float) -> None:
         """Count a round for the rate."""
-        self._recent.append((tokens, seconds))
-        self._tokens = self._seconds = 0.0
-        for its_tokens, its_seconds in self._recent:
-            self._tokens, self._seconds = self._tokens + its_tokens, self._seconds + its_seconds
+        self._tokens.append(tokens)
+        self._seconds.append(seconds)
 
     def forget(self) -> None:
         """Forget the session's rounds, which no longer apply."""
-        self._recent.clear()
-        self._tokens = self._seconds = 0.0
+        self._tokens.clear()
+        self._seconds.clear()
 
     # -- the value of a second ---------------------------------------------------------------------
 
@@ -86,8 +83,8 @@ class Pricing:
 
     def rate_of_late(self, context: int) -> float:
         """Return the recent tokens/s, at first the pair's or the target's; 0 if unknown."""
-        tokens, seconds = self._tokens, self._seconds
-        if (missing := FEW - len(self._recent)) > 0:
+        tokens, seconds = sum(self._tokens), sum(self._seconds)
+        if (missing := FEW - len(self._tokens)) > 0:
             usual_tokens, usual_s = self._usual(context)
             tokens, seconds = tokens + missing * usual_tokens, seconds + missing * usual_s
         return tokens / seconds if seconds > 0.0 else 0.0

@@ -81,7 +81,7 @@ class Begun:
     expected: tuple[float, float] | None = None  # expected tokens and seconds; None: not known
 
 
-@dataclass(frozen=True)
+@dataclass
 class Round:
     """A round that has ended."""
 

@@ -23,9 +23,9 @@ class Average:
 
     def add(self, value: float) -> None:
         """Add a value."""
-        self.count += 1
+        self.count = count = self.count + 1
         self.known = True
-        self.value += (value - self.value) / min(self.count, self.recent)
+        self.value += (value - self.value) / (count if count < self.recent else self.recent)
 
 
 class Lags:

@@ -16,7 +16,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -188,7 +187,8 @@ class Coordinator:
             peer, frames = arrived
             gc.disable()
             self._receive(peer, frames, self.now_ns())
-        self._record(lambda recorder: recorder.settle())
+        if self._recorder is not None:
+            self._record(lambda recorder: recorder.settle())
 
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
         """Handle one message; an error affects only the session or request that it is about."""
@@ -228,9 +228,11 @@ class Coordinator:
 
     def _answered(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
         """Handle a worker's answer; then send its next command."""
-        together = isinstance(event, Verified) and len(event.items) > 1
         try:
-            with self._dispatch.gathering() if together else nullcontext():
+            if isinstance(event, Verified) and len(event.items) > 1:
+                with self._dispatch.gathering():
+                    self._answers.take(worker, event, now_ns, size)
+            else:
                 self._answers.take(worker, event, now_ns, size)
         finally:
             self._dispatch.next(worker)

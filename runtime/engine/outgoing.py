@@ -118,11 +118,14 @@ class Outgoing:
             return
 
     def _deliver(self, client: ClientPeer, message: Message) -> None:
-        began_ns = self.now_ns()
+        observing = self._observing
+        began_ns = observing.now_ns() if observing.fine else 0
         frames = encode(message)
-        began_ns = self._observing.finely("encode", began_ns, message)
+        if observing.fine:
+            began_ns = observing.finely("encode", began_ns, message)
         self._hub.send(client.peer, frames)
-        self._observing.finely("send", began_ns, message)
+        if observing.fine:
+            observing.finely("send", began_ns, message)
         self._sent(client, message, frames)
 
     def see_off(self, peer: bytes, words: Sequence[Message]) -> None:

@@ -115,11 +115,10 @@ def rows_read(message: Open | Refeed | Read) -> int:
 
 
 def pass_of(message: Verify) -> Pass:
-    return Pass(
-        sum(1 + len(item.tokens) for item in message.items),
-        sum(item.prefix for item in message.items) / len(message.items),
-        sum(item.rows for item in message.reads),
-    )
+    rows = tokens = 0
+    for item in message.items:
+        rows, tokens = rows + 1 + len(item.tokens), tokens + item.prefix
+    return Pass(rows, tokens / len(message.items), sum(item.rows for item in message.reads))
 
 
 def observe_pass(worker: Worker, passed: Pass, event: Verified, size: int) -> None:

@@ -73,22 +73,25 @@ class CommandSender:
         worker = running.target if ask.role == "target" else running.draft
         if worker is None or worker.peer not in self._registry.workers:
             return
-        if isinstance(ask.command, Close):
-            self._close(running, worker, ask.role, ask.command)
-        elif isinstance(ask.command, Open | Feed) and self._can_wait(running, worker, ask.command):
-            self._postpone(running, worker, ask.command)
-        elif isinstance(ask.command, Verify) and worker.turns.asked_early(ask.command):
-            size, running.times.early = worker.traffic.order_bytes, 1
-            self._left(worker, ask.command, (running.session.number,), size, running.mark_ns)
-        else:
-            number, turns = running.session.number, worker.turns
-            if number in turns.postponed and isinstance(ask.command, Draft | Feed):
+        number, turns, command = running.session.number, worker.turns, ask.command
+        match command:
+            case Close():
+                self._close(running, worker, ask.role, command)
+                return
+            case Verify() if turns.asked_early(command):
+                size, running.times.early = worker.traffic.order_bytes, 1
+                self._left(worker, command, (number,), size, running.mark_ns)
+                return
+            case Open() | Feed() if self._can_wait(running, worker, command):
+                self._postpone(running, worker, command)
+                return
+            case Draft() | Feed() if number in turns.postponed:
                 turns.resume(number)  # the prompt is read before
-            turns.ask(number, ask.command)
-            if self._gathering is not None and isinstance(ask.command, Draft):
-                self._gathering[worker.peer] = worker
-            else:
-                self.next(worker)
+        turns.ask(number, command)
+        if self._gathering is not None and isinstance(command, Draft):
+            self._gathering[worker.peer] = worker
+        else:
+            self.next(worker)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -364,27 +367,25 @@ class CommandSender:
         ]
         if not choosing or not worker.verifying.known:
             return counts
-        context = sum(item.prefix for item in items) / len(items)
-        decoding = sum(one.decoding and one.target is worker for one in self._running.values())
-        rate = sum(one.controller.rate(one.session.length) for one in sharing) * max(
+        context = sum([item.prefix for item in items]) / len(items)
+        decoding = len([1 for one in self._running.values() if one.decoding and one.target is worker])
+        rate = sum([one.controller.rate(one.session.length) for one in sharing]) * max(
             1.0, decoding / len(items)
         )
         if rate <= 0.0:
             return counts
         offers = [sharing[place].session.scores for place in choosing]
-        table = worker.verifying.table(len(items) + sum(counts), context)
-        seconds: Callable[[int], float] = table.__getitem__
+        rows = len(items) + sum(counts)
+        seconds: Callable[[int], float] = worker.verifying.table(rows, context).__getitem__
         if (logs := len(worker.turns.logs)) and (row_s := worker.reading.row_s):
             # A node takes the place of a row of a prompt, which is also awaited.
             rate, seconds = rate * (1.0 + min(logs, AT_ONCE) / len(items)), row_s.__mul__
-        fixed, most = (
-            sum(1 + count for place, count in enumerate(counts) if place not in choosing),
-            worker.verifying.most_rows,
+        fixed = rows - len(choosing) - sum([counts[place] for place in choosing])
+        kept = cut(
+            offers, rate=rate, seconds=seconds, fixed=fixed, most=worker.verifying.most_rows
         )
-        for place, kept in zip(
-            choosing, cut(offers, rate=rate, seconds=seconds, fixed=fixed, most=most), strict=True
-        ):
-            counts[place] = kept
+        for place, nodes in zip(choosing, kept, strict=True):
+            counts[place] = nodes
         return counts
 
 

@@ -85,7 +85,7 @@ class Sessions:
         """Send commands to workers first, so that they begin; messages to clients and observers,
         and learning, wait for `settle`, except at the end of the session."""
         if actions and not isinstance(actions[0], Ask):
-            running.unsent.extend((action, running.mark_ns) for action in actions)
+            running.unsent.extend([(action, running.mark_ns) for action in actions])
             self._unsettled.append(running)
         over = running.session.state is State.DONE
         if over:
@@ -126,15 +126,14 @@ class Sessions:
             while running.unsent:
                 action, at_ns = running.unsent.popleft()
                 running.delivery.noted = max(0, running.delivery.noted - 1)
-                if not isinstance(action, Ask | NextRound):
-                    self._tell(running, action, at_ns)
+                self._tell(running, action, at_ns)
             running.learn()
         except BaseException:
             running.unsent.clear()
             raise
 
     def _tell(self, running: RunningRequest, action: Action, at_ns: int) -> None:
-        """Send a session's client an action that happened at `at_ns`."""
+        """Send a session's client what an action at `at_ns` brings it, if anything."""
         if isinstance(action, Emit):
             self._emit(running, action, at_ns)
         elif isinstance(action, Score):

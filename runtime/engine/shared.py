@@ -67,4 +67,8 @@ class Shared(EngineState):
     def keep_books(self) -> None:
         """Do the deferred bookkeeping; errors are logged."""
         while self.notes:
-            aside(self.notes.popleft())
+            aside(self._keep_on)
+
+    def _keep_on(self) -> None:
+        while self.notes:
+            self.notes.popleft()()

@@ -36,12 +36,13 @@ def scores_size(scores: Sequence[TokenLogprobs]) -> int:
 def size_of(message: Message) -> int:
     """Return roughly the bytes of a message in memory."""
     match message:
+        case Emitted():
+            size = TOKEN_BYTES * len(message.tokens) + scores_size(message.logprobs)
+        case PromptScored():
+            size = scores_size(message.logprobs)
         case Submit():
             texts = sum(4 * len(text) for text in (message.text or "", *(message.turns or ())))
             size = len(message.memo) + texts + TOKEN_BYTES * len(message.tokens or ())
-        case Emitted() | PromptScored():
-            tokens = message.tokens if isinstance(message, Emitted) else ()
-            size = TOKEN_BYTES * len(tokens) + scores_size(message.logprobs)
         case Finished():
             size = TOKEN_BYTES * len(message.result.token_ids) + SCORE_BYTES * len(message.spans)
         case _:
@@ -60,9 +61,9 @@ class _TextPiece:
 
     def message(self) -> Message:
         """Return the entries merged into one message."""
-        texts = [message for message in self.messages if isinstance(message, Emitted)]
-        if len(texts) < 2:
+        if len(self.messages) == 1:
             return self.messages[0]
+        texts = [message for message in self.messages if isinstance(message, Emitted)]
         joined = Emitted(
             epoch=texts[0].epoch,
             request=self.request,
@@ -94,9 +95,10 @@ class Outbox:
     def add(self, message: Message) -> None:
         """Queue a message. Text and records may be delayed, except the first text of a request;
         other messages are due at once."""
-        request, size = _subject(message), size_of(message)
+        size = size_of(message)
         self.bytes += size
         if not isinstance(message, Emitted):
+            request = _subject(message)
             self._open.pop(request, None)
             self._waiting.append(_TextPiece(request, [message], bytes=size))
             if isinstance(message, Finished | Failed):
@@ -105,6 +107,7 @@ class Outbox:
                 self._patience_ns, RECORD_EVERY_NS if isinstance(message, Recorded) else 0
             )
             return
+        request = message.request
         if request not in self._begun:
             self._begun.add(request)
             self._patience_ns = 0

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
+from typing import NamedTuple
 
 from dovetail.protocol.messages import Hello, Limits, Message, Probed, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
@@ -88,8 +89,7 @@ class Traffic:
         self.round_bytes.add(size / rounds)
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """The rows of a pass of a target."""
 
     rows: int  # roots and nodes that it verifies
@@ -217,8 +217,9 @@ class Worker:
 
     def had_round(self, seconds: float, tokens: int, rows: int) -> None:
         """Learn from a round of one of its sessions, as a target, without prefill."""
-        for average, value in ((self.round_s, seconds), (self.tokens, tokens), (self.rows, rows)):
-            average.add(value)
+        self.round_s.add(seconds)
+        self.tokens.add(tokens)
+        self.rows.add(rows)
 
     def state(self, now_ns: int) -> WorkerState:
         """Return its figures, as shown by `dovetail status`."""

@@ -90,6 +90,7 @@ Command = Open | Feed | Refeed | Draft | Verify
 """Here a Verify has one item; they are combined later."""
 
 
+PROMPTS = Open, Feed  # commands that prefill a prompt
 Waiting = Command | Rest
 Sent = Command | Drafts | Read
 
@@ -152,7 +153,8 @@ class Turns:
     prompted: bool = False  # False if no prompt was queued since the last was prefilled
 
     def ask(self, session: int, command: Command) -> None:
-        self.prompted |= isinstance(command, Open | Feed)
+        if isinstance(command, PROMPTS):
+            self.prompted = True
         self.waiting.append((session, command))
 
     def postpone(self, session: int, command: Open | Feed) -> None:
@@ -169,7 +171,7 @@ class Turns:
     def asked_early(self, command: Verify) -> bool:
         """Return whether this verification was sent before the last verdict arrived."""
         item = command.items[0]
-        return self.owed.get(item.session) == Owed(Verified, item.round)
+        return bool(self.owed) and self.owed.get(item.session) == Owed(Verified, item.round)
 
     def busy_with(self, session: int) -> bool:
         """Return whether the session waits for an answer."""
@@ -356,16 +358,18 @@ class Turns:
         if logs:
             reads = tuple(rest.item(rows) for rest, rows in logs.values())
             together = together.model_copy(update={"reads": reads})
-        sent: dict[int, Waiting] = {**ready, **{s: rest for s, (rest, _) in logs.items()}}
+        sent: dict[int, Waiting] = {**ready}
+        for session, verify in ready.items():
+            self.owed[session] = Owed(Verified, verify.items[0].round)
+        for session, (rest, _) in logs.items():
+            self.owed[session], self._reading[session] = _answer(rest.command), rest
+            sent[session] = rest
         if len(sent) == len(self.waiting):
             self.waiting.clear()
         else:
             self.waiting = deque(
                 entry for entry in self.waiting if sent.get(entry[0]) is not entry[1]
             )
-        self.owed.update((s, Owed(Verified, c.items[0].round)) for s, c in ready.items())
-        for session, (rest, _) in logs.items():
-            self.owed[session], self._reading[session] = _answer(rest.command), rest
         self._sent = [*sent.items()]
         return together, tuple(sent)
 
@@ -436,16 +440,16 @@ def _begun_with(command: Waiting) -> Command:
 
 def _is_prompt(command: Waiting) -> bool:
     """Return whether the command prefills a prompt."""
-    return isinstance(_begun_with(command), Open | Feed)
+    return isinstance(_begun_with(command), PROMPTS)
 
 
 def _answer(command: Open | Feed | Refeed | Draft) -> Owed:
     match command:
+        case Draft():
+            return Owed(Drafted, command.round)
         case Open():
             return Owed(Opened, command.round)
         case Feed():
             return Owed(Fed, command.round, command.start)
         case Refeed():
             return Owed(Refed, command.round)
-        case Draft():
-            return Owed(Drafted, command.round)
