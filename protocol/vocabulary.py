@@ -7,7 +7,7 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from operator import le, lt
 from typing import Any
@@ -17,7 +17,6 @@ from dovetail.protocol.errors import CheckpointError
 HEAD = struct.Struct("<III")
 """Header of a packed table: bytes of its description, number of tokens, bytes of spellings."""
 LARGEST_ID = (1 << 32) - 1
-DECODED = 1 << 12  # spellings that a table keeps decoded
 
 
 class TokenTable:
@@ -30,8 +29,6 @@ class TokenTable:
         """`about`: digest, special (ids) and decoder (as in tokenizer.json). `ids`: ascending.
         `ends`: where each spelling ends in `spelt`, which is UTF-8."""
         self._about, self._ids, self._ends, self._spelt = about, ids, ends, spelt
-        self.spelling = lru_cache(DECODED)(self._spelling)
-        """Returns the spelling of a token; None for an unknown id."""
 
     @classmethod
     def read(cls, tokenizer: bytes) -> "TokenTable":
@@ -115,7 +112,8 @@ class TokenTable:
     def __iter__(self) -> Iterator[int]:
         return iter(self._ids)
 
-    def _spelling(self, token: int) -> str | None:
+    def spelling(self, token: int) -> str | None:
+        """Return the spelling of a token; None for an unknown id."""
         place = bisect_left(self._ids, token)
         if place == len(self._ids) or self._ids[place] != token:
             return None

@@ -22,11 +22,11 @@ class Frozen(BaseModel):
     def unchecked(cls, **fields: Any) -> Self:
         """Return a value without validating it, for values that are correct by construction and
         made in every round. `fields`: all fields, in order."""
-        value = cls.__new__(cls)
-        object.__setattr__(value, "__dict__", fields)
-        object.__setattr__(value, "__pydantic_fields_set__", {*fields})
-        object.__setattr__(value, "__pydantic_extra__", None)
-        object.__setattr__(value, "__pydantic_private__", None)
+        value, put = cls.__new__(cls), object.__setattr__
+        put(value, "__dict__", fields)
+        put(value, "__pydantic_fields_set__", {*fields})
+        put(value, "__pydantic_extra__", None)
+        put(value, "__pydantic_private__", None)
         return value
 
     @classmethod

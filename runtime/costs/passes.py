@@ -335,7 +335,7 @@ class RowCosts:
         if most > found.asked:
             found.asked = most
         unseen = self._observed - found.observed
-        stale = unseen and unseen >= min(STALE_PASSES, 1 + self._observed // 4)
+        stale = unseen >= STALE_PASSES or unseen > self._observed // 4
         if stale or len(found.usual) <= most:
             found.usual, found.slowness = self._made(found.asked, context), 0.0
             if self.experts is not None:
@@ -394,7 +394,7 @@ class RowCosts:
         table = self._curves.table(most, context)
         if self.experts is not None and self.experts.measured(1) is not None:
             table = [seconds + self._more_s(rows) for rows, seconds in enumerate(table)]
-        return [max(LEAST_S, seconds) for seconds in table]
+        return [seconds if seconds > LEAST_S else LEAST_S for seconds in table]
 
     def _more_s(self, rows: int) -> float:
         """Return the seconds beyond the profile's for another number of experts."""
@@ -416,7 +416,7 @@ class RowCosts:
             there = max(LEAST_SHARE * seconds, seconds + more_s)
             found.append((rows, there / expected[rows], float(len(passes.last))))
         if not self.profiled:
-            return _risen([(rows, share, count) for rows, share, count in found], expected)
+            return _risen(found, expected)
         overall = weighted_median([(share, count) for _, share, count in found])
         return _risen(
             [
@@ -430,8 +430,8 @@ class RowCosts:
         """Return seconds per token of context beyond the profile's, from passes of equal rows."""
         if self._curves is not None and len(self._curves.contexts) > 1:
             return 0.0
-        contexts = sum(passes.contexts for passes in self._passes.values())
-        product = sum(passes.product for passes in self._passes.values())
+        contexts = sum([passes.contexts for passes in self._passes.values()])
+        product = sum([passes.product for passes in self._passes.values()])
         return max(0.0, product / (contexts + SPREAD))
 
 
@@ -459,7 +459,9 @@ def _bent(
     bent = [seconds * anchors[0][1] for seconds in expected]
     for (below, low), (above, high) in pairwise(anchors):
         for rows in range(below + 1, min(above + 1, len(bent))):
-            way = (rows - below) / (above - below) * (HOPE if beyond and rows < above else 1.0)
+            way = (rows - below) / (above - below)
+            if beyond and rows < above:
+                way *= HOPE
             bent[rows] = expected[rows] * (low + (high - low) * way)
     last, share = anchors[-1]
     first = anchors[0][0]

@@ -368,7 +368,7 @@ class CommandSender:
         if not choosing or not worker.verifying.known:
             return counts
         context = sum([item.prefix for item in items]) / len(items)
-        decoding = len([1 for one in self._running.values() if one.decoding and one.target is worker])
+        decoding = sum(one.decoding and one.target is worker for one in self._running.values())
         rate = sum([one.controller.rate(one.session.length) for one in sharing]) * max(
             1.0, decoding / len(items)
         )
@@ -381,9 +381,7 @@ class CommandSender:
             # A node takes the place of a row of a prompt, which is also awaited.
             rate, seconds = rate * (1.0 + min(logs, AT_ONCE) / len(items)), row_s.__mul__
         fixed = rows - len(choosing) - sum([counts[place] for place in choosing])
-        kept = cut(
-            offers, rate=rate, seconds=seconds, fixed=fixed, most=worker.verifying.most_rows
-        )
+        kept = cut(offers, rate=rate, seconds=seconds, fixed=fixed, most=worker.verifying.most_rows)
         for place, nodes in zip(choosing, kept, strict=True):
             counts[place] = nodes
         return counts

@@ -104,7 +104,10 @@ class Sessions:
             self._note(self._shared.journal, self._unsettled)
         while self._unsettled:
             running = self._unsettled.popleft()
-            self.attempt(running, partial(self._settle, running))
+            try:
+                self._settle(running)
+            except BaseException as error:
+                self.broken(running, error)
 
     def _note(self, journal: ReplyStore, requests: Iterable[RunningRequest]) -> None:
         """Write committed tokens to the journal before they are sent to clients."""

@@ -47,8 +47,7 @@ class Score:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True)
-class NextRound:
+class NextRound(NamedTuple):
     """A round is over: the session waits for `next_round`. The last of its actions."""
 
     may_draft: bool = False  # True if the session's draft is ready for a Draft command
