@@ -4,6 +4,7 @@ Reports peers that cannot be reached."""
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import LinkError, PeerBusy
@@ -42,24 +43,28 @@ class Outgoing:
     def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
         """Send to a worker. Return the bytes sent and the time before sending: the worker may start
         before the call returns. A worker that cannot be reached is lost."""
+        try:
+            size, left_ns = self._transmit(worker, message)
+        except LinkError as error:
+            log.debug("%s", error)
+            self._acts.unreachable(worker)
+            return 0, self.now_ns()
+        worker.traffic.sent_bytes += size
+        return size, left_ns
+
+    def _transmit(self, peer: Worker | ClientPeer, message: Message) -> tuple[int, int]:
+        """Encode and send; return the bytes sent and the time before sending."""
         observing = self._observing
         began_ns = observing.now_ns() if observing.fine else 0
         frames = encode(message)
         left_ns = observing.now_ns()
         if observing.fine:
             observing.finely("encode", began_ns, message)
-        try:
-            self._hub.send(worker.peer, frames)
-        except LinkError as error:
-            log.debug("%s", error)
-            self._acts.unreachable(worker)
-            return 0, left_ns
+        self._hub.send(peer.peer, frames)
         if observing.fine:
             observing.finely("send", left_ns, message)
-        self._sent(worker, message, frames)
-        size = sum(map(len, frames))
-        worker.traffic.sent_bytes += size
-        return size, left_ns
+        self._sent(peer, message, frames)
+        return sum(map(len, frames)), left_ns
 
     def to_client(self, client: ClientPeer, message: Message) -> None:
         """Send to a client, in order, now or soon; internal requests are answered at once."""
@@ -102,7 +107,7 @@ class Outgoing:
         """Send a client's waiting messages. A failure to encode affects one request."""
         while True:
             try:
-                client.outbox.send(lambda message: self._deliver(client, message), self.now_ns())
+                client.outbox.send(partial(self._transmit, client), self.now_ns())
             except LinkError as error:
                 log.info(
                     "client %s (pid %d) can no longer be reached: %s",
@@ -116,17 +121,6 @@ class Outgoing:
                 self._acts.encode_failed(client, client.outbox.drop(), error)
                 continue
             return
-
-    def _deliver(self, client: ClientPeer, message: Message) -> None:
-        observing = self._observing
-        began_ns = observing.now_ns() if observing.fine else 0
-        frames = encode(message)
-        if observing.fine:
-            began_ns = observing.finely("encode", began_ns, message)
-        self._hub.send(client.peer, frames)
-        if observing.fine:
-            observing.finely("send", began_ns, message)
-        self._sent(client, message, frames)
 
     def see_off(self, peer: bytes, words: Sequence[Message]) -> None:
         """Queue farewell messages for a client that is not reading."""

@@ -29,7 +29,7 @@ from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.scheduler import Owed, Rest
-from dovetail.runtime.session.actions import Ask
+from dovetail.runtime.session.actions import Action, Ask
 from dovetail.runtime.session.request import base_of
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
@@ -53,13 +53,15 @@ class CommandSender:
         """Drafts, by peer, whose orders are held back to be sent together; None: orders are sent at
         once."""
 
-    def ask(self, running: RunningRequest, asks: Sequence[Ask]) -> None:
-        """Send a session's commands, each in its turn. If one of them ends the session, the later
-        ones are not sent, except Close."""
-        for ask in asks:
-            runs = self._running.get(running.session.number) is running
-            if runs or isinstance(ask.command, Close):
-                self._ask(running, ask)
+    def ask(self, running: RunningRequest, actions: Sequence[Action]) -> None:
+        """Send the commands among a session's actions, each in its turn. If one of them ends the
+        session, the later ones are not sent, except Close."""
+        for action in actions:
+            if isinstance(action, Ask) and (
+                self._running.get(running.session.number) is running
+                or isinstance(action.command, Close)
+            ):
+                self._ask(running, action)
 
     def end(self, running: RunningRequest, role: str) -> None:
         """Close an unneeded session on a worker, whatever its state."""

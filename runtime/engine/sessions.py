@@ -94,7 +94,7 @@ class Sessions:
             self._forget(running)
         if actions and isinstance(last := actions[-1], NextRound):
             actions = self._next_round(running, last)
-        self._dispatch.ask(running, [action for action in actions if isinstance(action, Ask)])
+        self._dispatch.ask(running, actions)
         if not over and not running.sent and not running.queued:
             running.waits(self._now_ns())
 
@@ -128,7 +128,8 @@ class Sessions:
                 running.report_round(running.unsent[0][1])
             while running.unsent:
                 action, at_ns = running.unsent.popleft()
-                running.delivery.noted = max(0, running.delivery.noted - 1)
+                if running.delivery.noted:
+                    running.delivery.noted -= 1
                 self._tell(running, action, at_ns)
             running.learn()
         except BaseException:

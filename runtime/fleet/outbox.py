@@ -135,7 +135,7 @@ class Outbox:
             self._reminded_ns = self._patience_ns
         return sooner
 
-    def send(self, send: Callable[[Message], None], now_ns: int) -> None:
+    def send(self, send: Callable[[Message], object], now_ns: int) -> None:
         """Send waiting messages until the queue is full; other exceptions of `send` propagate."""
         self._sent_ns, self._reminded_ns, self._patience_ns = now_ns, None, EMIT_EVERY_NS
         while self._waiting:
