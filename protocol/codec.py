@@ -84,7 +84,7 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise DecodeError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
     size = len(frames[0])
-    if size > MAX_BODY_BYTES or (frames[1:] and max(map(len, frames[1:])) > MAX_FRAME_BYTES):
+    if size > MAX_BODY_BYTES or max(map(len, frames)) > MAX_FRAME_BYTES:
         raise DecodeError(f"a frame of {max(map(len, frames))} bytes is beyond the limit")
     budget = _Budget() if size > UNCOUNTED_BYTES else None
     try:

@@ -459,9 +459,7 @@ def _bent(
     bent = [seconds * anchors[0][1] for seconds in expected]
     for (below, low), (above, high) in pairwise(anchors):
         for rows in range(below + 1, min(above + 1, len(bent))):
-            way = (rows - below) / (above - below)
-            if beyond and rows < above:
-                way *= HOPE
+            way = (rows - below) / (above - below) * (HOPE if beyond and rows < above else 1.0)
             bent[rows] = expected[rows] * (low + (high - low) * way)
     last, share = anchors[-1]
     first = anchors[0][0]

@@ -322,7 +322,7 @@ class Coordinator:
             aside(self._moving.resettle, MOST_LOOKED_AT)
         if len(self._claims):
             aside(self._intake.claim)
-        if self._shared.queue:
+        if len(self._shared.queue):
             aside(self._starting.admit)
         gc.enable()
         self._shared.keep_books()
@@ -360,7 +360,7 @@ class Coordinator:
 
     @property
     def idle(self) -> bool:
-        return not self._running and not self._shared.queue
+        return not self._running and not len(self._shared.queue)
 
     def supervised(self, report: Supervised) -> None:
         """Handle the supervisor's report of the other parts."""

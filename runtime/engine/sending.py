@@ -77,23 +77,21 @@ class CommandSender:
             return
         number, turns, command = running.session.number, worker.turns, ask.command
         match command:
-            case Close():
-                self._close(running, worker, ask.role, command)
-                return
             case Verify() if turns.asked_early(command):
                 size, running.times.early = worker.traffic.order_bytes, 1
                 self._left(worker, command, (number,), size, running.mark_ns)
-                return
             case Open() | Feed() if self._can_wait(running, worker, command):
                 self._postpone(running, worker, command)
-                return
-            case Draft() | Feed() if number in turns.postponed:
-                turns.resume(number)  # the prompt is read before
-        turns.ask(number, command)
-        if self._gathering is not None and isinstance(command, Draft):
-            self._gathering[worker.peer] = worker
-        else:
-            self.next(worker)
+            case Close():
+                self._close(running, worker, ask.role, command)
+            case _:
+                if number in turns.postponed and isinstance(command, Draft | Feed):
+                    turns.resume(number)  # the prompt is read before
+                turns.ask(number, command)
+                if self._gathering is not None and isinstance(command, Draft):
+                    self._gathering[worker.peer] = worker
+                else:
+                    self.next(worker)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:

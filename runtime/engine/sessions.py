@@ -128,8 +128,7 @@ class Sessions:
                 running.report_round(running.unsent[0][1])
             while running.unsent:
                 action, at_ns = running.unsent.popleft()
-                if running.delivery.noted:
-                    running.delivery.noted -= 1
+                running.delivery.noted = max(0, running.delivery.noted - 1)
                 self._tell(running, action, at_ns)
             running.learn()
         except BaseException:

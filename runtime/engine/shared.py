@@ -67,8 +67,4 @@ class Shared(EngineState):
     def keep_books(self) -> None:
         """Do the deferred bookkeeping; errors are logged."""
         while self.notes:
-            aside(self._keep_on)
-
-    def _keep_on(self) -> None:
-        while self.notes:
-            self.notes.popleft()()
+            aside(lambda: [self.notes.popleft()() for _ in range(len(self.notes))])

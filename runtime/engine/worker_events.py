@@ -251,8 +251,7 @@ class WorkerEvents:
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
         """Handle each verdict of a pass separately: a stale one is dropped, an invalid one ends its
         session."""
-        if worker.passing is not None:
-            self._passed(worker, event, size)
+        self._passed(worker, event, size)
         rows = [None] * len(event.items) if event.features is None else features_of_items(event)
         for item, features in zip(event.items, rows, strict=True):
             answer = Owed(Verified, item.round)

@@ -36,10 +36,9 @@ def scores_size(scores: Sequence[TokenLogprobs]) -> int:
 def size_of(message: Message) -> int:
     """Return roughly the bytes of a message in memory."""
     match message:
-        case Emitted():
-            size = TOKEN_BYTES * len(message.tokens) + scores_size(message.logprobs)
-        case PromptScored():
-            size = scores_size(message.logprobs)
+        case Emitted() | PromptScored():
+            tokens = message.tokens if isinstance(message, Emitted) else ()
+            size = TOKEN_BYTES * len(tokens) + scores_size(message.logprobs)
         case Submit():
             texts = sum(4 * len(text) for text in (message.text or "", *(message.turns or ())))
             size = len(message.memo) + texts + TOKEN_BYTES * len(message.tokens or ())
@@ -95,10 +94,9 @@ class Outbox:
     def add(self, message: Message) -> None:
         """Queue a message. Text and records may be delayed, except the first text of a request;
         other messages are due at once."""
-        size = size_of(message)
+        request, size = _subject(message), size_of(message)
         self.bytes += size
         if not isinstance(message, Emitted):
-            request = _subject(message)
             self._open.pop(request, None)
             self._waiting.append(_TextPiece(request, [message], bytes=size))
             if isinstance(message, Finished | Failed):
@@ -107,7 +105,6 @@ class Outbox:
                 self._patience_ns, RECORD_EVERY_NS if isinstance(message, Recorded) else 0
             )
             return
-        request = message.request
         if request not in self._begun:
             self._begun.add(request)
             self._patience_ns = 0

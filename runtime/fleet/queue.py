@@ -51,9 +51,6 @@ class FairQueue(Generic[T]):
         self._begun: dict[str, int] = {}
         """By key of `_given`: when the last of its requests began, in ns."""
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 

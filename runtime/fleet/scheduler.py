@@ -153,8 +153,7 @@ class Turns:
     prompted: bool = False  # False if no prompt was queued since the last was prefilled
 
     def ask(self, session: int, command: Command) -> None:
-        if isinstance(command, PROMPTS):
-            self.prompted = True
+        self.prompted |= type(command) in PROMPTS
         self.waiting.append((session, command))
 
     def postpone(self, session: int, command: Open | Feed) -> None:
@@ -283,7 +282,7 @@ class Turns:
         session, command = self.waiting[0]
         if isinstance(command, Verify):
             return self._pass(command, most)
-        if isinstance(command, Draft) and len(self.waiting) > 1 < min(self.together, most):
+        if len(self.waiting) > 1 < min(self.together, most) and isinstance(command, Draft):
             return self._orders(command, min(self.together, most))
         if isinstance(command, Rest) and most == MAX_SESSIONS:
             if (verify := self._first_verify()) is not None:
@@ -358,18 +357,17 @@ class Turns:
         if logs:
             reads = tuple(rest.item(rows) for rest, rows in logs.values())
             together = together.model_copy(update={"reads": reads})
-        sent: dict[int, Waiting] = {**ready}
-        for session, verify in ready.items():
-            self.owed[session] = Owed(Verified, verify.items[0].round)
-        for session, (rest, _) in logs.items():
-            self.owed[session], self._reading[session] = _answer(rest.command), rest
-            sent[session] = rest
+        sent: dict[int, Waiting] = {**ready, **{s: rest for s, (rest, _) in logs.items()}}
         if len(sent) == len(self.waiting):
             self.waiting.clear()
         else:
             self.waiting = deque(
                 entry for entry in self.waiting if sent.get(entry[0]) is not entry[1]
             )
+        for session, verify in ready.items():
+            self.owed[session] = Owed(Verified, verify.items[0].round)
+        for session, (rest, _) in logs.items():
+            self.owed[session], self._reading[session] = _answer(rest.command), rest
         self._sent = [*sent.items()]
         return together, tuple(sent)
 

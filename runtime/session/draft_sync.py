@@ -94,11 +94,10 @@ class DraftSync:
         self.more, self.features, self.held_bytes = [], [], 0
         room = len(request.prompt) + request.max_tokens - prefix
         most_levels = request.most_levels
-        return Draft.unchecked(
+        return Draft(
             epoch=epoch,
             session=session,
             round=round,
-            type="draft",
             prefix=prefix,
             accepted=self.accepted,
             bonus=self.bonus,

@@ -99,17 +99,14 @@ class EventLog:
         """Add spans of the coordinator."""
         self._add(OURS, "", session, round, 0, spans)
 
-    def finely(self, name: str, start_ns: int, about: Any) -> int:
-        """Record a fine span that ends now, if those are recorded; return that time."""
-        if not self.fine:
-            return start_ns
-        now_ns = self.now_ns()
+    def finely(self, name: str, start_ns: int, about: Any) -> None:
+        """Record a fine span that ends now."""
+        took_ns = self.now_ns() - start_ns
         items: Sequence[Any] = getattr(about, "items", ())
         about = items[0] if len(items) == 1 else about
         session = getattr(about, "session", None)
         number = getattr(about, "number", None) if session is None else session
-        self.add_ours(((name, start_ns, now_ns - start_ns),), number, getattr(about, "round", None))
-        return now_ns
+        self.add_ours(((name, start_ns, took_ns),), number, getattr(about, "round", None))
 
     def event(self, worker: Worker, event: Event) -> None:
         """Store the worker's spans in an event."""

@@ -299,8 +299,8 @@ class Stopwatch(Protocol):
 
     def now_ns(self) -> int: ...
 
-    def finely(self, name: str, start_ns: int, about: object) -> int:
-        """Record a part, of the session `about`, that ends now; return the time."""
+    def finely(self, name: str, start_ns: int, about: object) -> None:
+        """Record a part, of the session `about`, that ends now."""
 
 
 class Detokenizer:
