@@ -438,9 +438,16 @@ def test_a_table_that_is_the_head_takes_no_memory_beside_it(
 
 @needs_kernels
 @pytest.mark.usefixtures("kernels_as_before")
-def test_a_row_through_experts_of_blocks_has_the_same_bytes_in_any_company(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "types",
+    [(Type.F16, Type.Q4_K, Type.Q6_K), (Type.IQ2_S, Type.IQ2_XXS, Type.IQ3_XXS)],
+)
+def test_a_row_through_experts_of_blocks_has_the_same_bytes_in_any_company(
+    tmp_path: Path, types: tuple[Type, ...]
+) -> None:
     """Gates of plain numbers stand above blocks in one matrix."""
-    kinds = {"ffn_gate_exps": Type.F16, "ffn_up_exps": Type.Q4_K, "ffn_down_exps": Type.Q6_K}
+    names = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+    kinds = dict(zip(names, types, strict=True))
     write_tiny("qwen3_moe", tmp_path / "model", **FIELDS["qwen3_moe"], num_experts_per_tok=3)
     file = tmp_path / "model.gguf"
 

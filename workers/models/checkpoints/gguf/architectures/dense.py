@@ -530,11 +530,9 @@ def granite_swa(facts: Facts) -> Configuration:
     """Granite with sinks and windows, not rotated in some layers. With experts, an MLP for all rows
     is next to them, if it has a width."""
     facts.numbers("attention.sliding_window_pattern")  # llama.cpp has no default
-    found, layers = granite(facts), facts.layers
-    rotated = facts.numbers("attention.rope_pattern", [1] * layers)[:layers]
-    if len(rotated) != layers:
-        raise facts.refusal(f"it has rotation flags for {len(rotated)} layers")
-    base = found["rope_parameters"]["rope_theta"]
+    found = granite(facts)
+    flags, base = "attention.rope_pattern", found["rope_parameters"]["rope_theta"]
+    rotated = facts.each(flags) if flags in facts else [1] * facts.layers
     found |= {
         "model_type": "granite_swa",
         "sliding_window": facts.whole("attention.sliding_window"),
@@ -622,12 +620,8 @@ def olmo(facts: Facts) -> Configuration:
 def command_r(facts: Facts) -> Configuration:
     """Large ones norm queries and keys; the embedding is the head."""
     return {
-        **common(facts),
-        "model_type": "cohere",
-        "hidden_act": "silu",
-        "layer_norm_eps": facts.epsilon(EPSILON),
+        **plain("cohere", biases=ATTENTION_BIAS, epsilon="layer_norm_eps")(facts),
         "logit_scale": facts.real("logit_scale", 0.0) or 1.0,
-        "attention_bias": has_bias(facts, "attn_q"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in facts.tensors,
     }
 
@@ -635,12 +629,8 @@ def command_r(facts: Facts) -> Configuration:
 def cohere2(facts: Facts) -> Configuration:
     """Three of four layers have a window, and only they rotate."""
     return {
-        **common(facts),
-        "model_type": "cohere2",
-        "hidden_act": "silu",
-        "layer_norm_eps": facts.epsilon(EPSILON),
+        **plain("cohere2", biases=ATTENTION_BIAS, epsilon="layer_norm_eps")(facts),
         "logit_scale": facts.positive("logit_scale"),
         "sliding_window": facts.whole("attention.sliding_window"),
         "layer_types": pattern(facts, 4),
-        "attention_bias": has_bias(facts, "attn_q"),
     }

@@ -30,10 +30,12 @@ def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:
     default = None if facts.architecture in SCORED else score
     if (said := facts.whole("expert_gating_func", default)) != score and (default is None or said):
         raise facts.refusal(f"its experts are chosen by gating function {said}")
+    width = facts.whole("expert_feed_forward_length", 0)
     return {
         "hidden_act": "silu",
         "num_experts": facts.whole("expert_count"),
         "num_experts_per_tok": facts.whole("expert_used_count"),
+        **({"moe_intermediate_size": width} if width else {}),
     }
 
 
@@ -51,7 +53,6 @@ def qwen3moe(facts: Facts) -> Configuration:
         **with_rms(facts),
         **experts_of(facts),
         "model_type": "qwen3_moe",
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "norm_topk_prob": True,
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
@@ -91,39 +92,35 @@ def mellum(facts: Facts) -> Configuration:
 
 def afmoe(facts: Facts) -> Configuration:
     """Three of four layers have a window, and only they rotate; the first have no experts."""
-    found = {**with_rms(facts), **experts_of(facts, SIGMOID)}
-    _need_normalised(facts)
     return {
-        **found,
+        **_sigmoids(facts),
         "model_type": "afmoe",
         "mup_enabled": True,
         "sliding_window": facts.whole("attention.sliding_window"),
         "layer_types": pattern(facts, 4),
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "num_shared_experts": facts.whole("expert_shared_count"),
         "num_dense_layers": facts.whole("leading_dense_block_count", 0),
         "route_scale": facts.real("expert_weights_scale", 1.0) or 1.0,
     }
 
 
-def _need_normalised(facts: Facts) -> None:
+def _sigmoids(facts: Facts) -> Configuration:
+    """Experts chosen by sigmoids, whose shares are always normalised in the checkpoint."""
     if not facts.truth("expert_weights_norm", False):
         raise facts.refusal("its experts' shares are not normalised (expert_weights_norm)")
+    return {**with_rms(facts), **experts_of(facts, SIGMOID)}
 
 
 def hy_v3(facts: Facts) -> Configuration:
     """Experts next to a shared one, where a layer has a router."""
-    found = {**with_rms(facts), **experts_of(facts, SIGMOID)}
-    _need_normalised(facts)
+    found = _sigmoids(facts)
     facts.whole("leading_dense_block_count", 0)  # llama.cpp, too, goes by tensors
-    width, routers = facts.whole("expert_feed_forward_length"), facts.tensors
-    sparse = [f"blk.{at}.ffn_gate_inp.weight" in routers for at in range(facts.layers)]
+    routers = [f"blk.{at}.ffn_gate_inp.weight" in facts.tensors for at in range(facts.layers)]
     return {
         **found,
         "model_type": "hy_v3",
-        "moe_intermediate_size": width,
-        "num_shared_experts": shared_width(facts) // max(1, width),
-        "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+        "num_shared_experts": shared_width(facts) // max(1, found.get("moe_intermediate_size", 1)),
+        "mlp_layer_types": ["sparse" if one else "dense" for one in routers],
         "router_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
     }
 
@@ -180,7 +177,6 @@ def glm4moe(facts: Facts) -> Configuration:
         "n_routed_experts": found.pop("num_experts"),
         "attention_bias": has_bias(facts, "attn_q"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in facts.tensors,
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "n_shared_experts": facts.whole("expert_shared_count"),
         "first_k_dense_replace": facts.whole("leading_dense_block_count", 0),
         "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
@@ -237,7 +233,6 @@ def deepseek2(facts: Facts) -> Configuration:
         "model_type": "deepseek_v3",
         "n_routed_experts": found.pop("num_experts"),
         "intermediate_size": facts.whole("feed_forward_length"),
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "n_shared_experts": facts.whole("expert_shared_count"),
         "first_k_dense_replace": first,
         "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
@@ -309,16 +304,14 @@ def _latents(facts: Facts, width: int | None = None) -> Configuration:
 def ernie4_5_moe(facts: Facts) -> Configuration:
     """Experts from a layer on, in steps; neighbours are rotated together."""
     found = {**with_rms(facts), **experts_of(facts)}
-    count, width = facts.whole("expert_shared_count", 0), facts.whole("expert_feed_forward_length")
-    facts.whole("expert_shared_feed_forward_length", 0)  # transformers has `count` times `width`
+    facts.whole("expert_shared_feed_forward_length", 0)  # transformers has a product for it
     return {
         **found,
         "model_type": "ernie4_5_moe",
         "use_bias": has_bias(facts, "attn_q"),
         "moe_num_experts": found.pop("num_experts"),
         "moe_k": found.pop("num_experts_per_tok"),
-        "moe_intermediate_size": width,
-        "moe_num_shared_experts": count,
+        "moe_num_shared_experts": facts.whole("expert_shared_count", 0),
         "moe_layer_start_index": facts.whole("leading_dense_block_count", 0),
         "moe_layer_end_index": found["num_hidden_layers"] - 1,
         "moe_layer_interval": facts.whole("interleave_moe_layer_step"),

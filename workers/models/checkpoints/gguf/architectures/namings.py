@@ -401,12 +401,10 @@ NAMINGS: Mapping[str, Naming] = {
     ),
     "afmoe": Naming(
         {
-            **ATTENTION,
+            **LLAMA,
             **HEAD_NORMS,
-            **MLP,
             **shared_names("mlp.shared_experts"),
             "attn_gate": "self_attn.gate_proj",
-            "attn_norm": "input_layernorm",
             "post_attention_norm": "post_attention_layernorm",
             "ffn_norm": "pre_mlp_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",

@@ -61,7 +61,6 @@ def qwen35moe(facts: Facts) -> Configuration:
         **qwen35(facts),
         **experts_of(facts),
         "model_type": "qwen3_5_moe_text",
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "shared_expert_intermediate_size": facts.whole("expert_shared_feed_forward_length"),
         "mlp_only_layers": [],
     }
@@ -91,7 +90,6 @@ def lfm2moe(facts: Facts) -> Configuration:
         **with_convolutions(facts),
         **experts_of(facts, SIGMOID),
         "model_type": "lfm2_moe",
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "num_dense_layers": facts.whole("leading_dense_block_count", 0),
         "norm_topk_prob": True,
         "use_expert_bias": True,
@@ -105,7 +103,6 @@ def qwen3next(facts: Facts) -> Configuration:
         **_delta(facts),
         **experts_of(facts),
         "model_type": "qwen3_next",
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "shared_expert_intermediate_size": shared_width(facts),
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
@@ -243,7 +240,6 @@ def _nemotron_experts(facts: Facts) -> Configuration:
     return {
         **found,
         "n_routed_experts": found.pop("num_experts"),
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "moe_shared_expert_intermediate_size": width,
         "n_shared_experts": shared or 1,
         "moe_latent_size": latent or None,
