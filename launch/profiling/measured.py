@@ -173,11 +173,12 @@ class Replayed:
 
 
 def replayed(evidence: Evidence) -> Replayed:
-    """Return the acceptance of the widest trees of the run; without soundings, of its own trees."""
+    """Return the acceptance of the widest trees of the run; without soundings, of its own trees,
+    and of none if the run drafted nothing."""
     ordered = sorted(evidence.rounds, key=lambda seen: (seen.session, seen.record.round))
     own = [[one.record for one in its] for _, its in groupby(ordered, lambda seen: seen.session)]
     reads = any(worker.feature_bytes for worker in evidence.states)
-    return Replayed(evidence.soundings.wide or own, reads=reads)
+    return Replayed((evidence.drafted and evidence.soundings.wide) or own, reads=reads)
 
 
 def costs_of(evidence: Evidence, mixture: Mixture | None = None) -> PairCosts:

@@ -432,6 +432,11 @@ def test_a_short_run_says_so() -> None:
     assert not any(words.startswith("Only") for words in find(made_up_run(), None)["in_words"])
 
 
+def test_a_run_whose_draft_was_never_used_is_judged_like_one_without_a_draft() -> None:
+    run = replace(made_up_run(nodes=0), soundings=made_up_run().soundings)
+    assert find(run, None)["plain_share"] == 1.0
+
+
 def test_passes_of_several_sessions_are_priced_by_all_their_rows_and_none_is_left_out() -> None:
     run = made_up_run(rounds=6)
     twins = [seen.model_copy(update={"session": 2}) for seen in run.rounds]

@@ -99,7 +99,10 @@ def arrange(
             kept.append(short)
     if not kept:
         reasons = "; ".join(f"{count} {reason}" for reason, count in out.items())
-        raise UserError(f"the data hold no sequence to learn from ({reasons or 'they are empty'})")
+        raise UserError(
+            f"the data hold no sequence to learn from ({reasons or 'they are empty'}); `dovetail "
+            "features --regenerate` lets the target answer"
+        )
     kept.sort(key=lambda row: hashlib.sha256(prompt_of(row.tokens, row.learn)).digest())
     return Examples(tuple(kept), cut, out)
 
