@@ -319,6 +319,18 @@ VARIED: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": DELTA | {"num_experts": 8},
     "qwen3_next": DELTA | {"num_experts": 8, "mlp_only_layers": [1]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "kimi_linear": LATENT_SIZES
+    | {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_key_value_heads": 4,
+        "linear_num_heads": 3,
+        "linear_head_dim": 20,
+    },
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
+    "olmo_hybrid": DELTA | {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"num_experts": 8, "num_dense_layers": 1, "conv_bias": True},
     "bamba": MAMBA | {"attn_layer_indices": [1], "mamba_proj_bias": True, "attention_bias": True},
     "falcon_h1": MAMBA

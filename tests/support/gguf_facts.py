@@ -81,6 +81,18 @@ MIXED_FACTS = {
         "attention.value_length_mla": "v_head_dim",
         "rope.dimension_count": "qk_rope_head_dim",
     },
+    "kimi-linear": {
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.value_length_mla": "v_head_dim",
+        "rope.dimension_count": "qk_rope_head_dim",
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "kda.head_dim": "linear_head_dim",
+        "expert_shared_count": "num_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_group_count": "num_expert_group",
+        "expert_group_used_count": "topk_group",
+    },
     "ernie4_5-moe": {
         "leading_dense_block_count": "moe_layer_start_index",
         "interleave_moe_layer_step": "moe_layer_interval",
@@ -138,7 +150,7 @@ def facts_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     full = rope.get("full_attention", rope)
     found = {
         "block_count": layers_of(config),
-        "context_length": has("max_position_embeddings", "n_positions"),
+        "context_length": has("max_position_embeddings", "n_positions", "model_max_length"),
         "embedding_length": hidden,
         "feed_forward_length": has("intermediate_size", "n_inner") or 4 * hidden,
         "attention.head_count": heads,
@@ -149,7 +161,7 @@ def facts_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "attention.value_length": config.get("head_dim"),
         "rope.freq_base": full.get("rope_theta"),
         "expert_count": has(*EXPERT_COUNTS),
-        "expert_used_count": has("num_experts_per_tok", "moe_k"),
+        "expert_used_count": has("num_experts_per_tok", "moe_k", "num_experts_per_token"),
         "attn_logit_softcapping": has("attn_logit_softcapping"),
         "final_logit_softcapping": has("final_logit_softcapping"),
         "attention.scale": has("attention_multiplier"),
@@ -185,6 +197,16 @@ def facts_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         found["attention.recurrent_layers"] = [
             kind == "linear_attention" for kind in config["layer_types"]
         ]
+    if architecture == "kimi-linear":
+        rotated = config["qk_rope_head_dim"]
+        found |= {
+            "expert_gating_func": 2,
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "attention.key_length": config["kv_lora_rank"] + rotated,
+            "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+            "attention.head_count_kv": _where(config["layer_types"], "full_attention", 1),
+            "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+        }
     if architecture == "deepseek2" and "qk_rope_head_dim" in config:
         rotated, log = config["qk_rope_head_dim"], full.get("mscale_all_dim")
         found |= {

@@ -74,6 +74,7 @@ ARCHITECTURES = {
     "falcon_h1": "falcon-h1",
     "nemotron_h": "nemotron_h",
     "minicpm3": "minicpm3",
+    "kimi_linear": "kimi-linear",
     "youtu": "deepseek2",
     "afmoe": "afmoe",
     "apertus": "apertus",
@@ -286,7 +287,8 @@ def named(
             in_file = BARE.sub(r"\1.bias", f"{name}.weight" if name.endswith(".sinks") else name)
             in_file = in_file.replace(".dt_bias", ".dt_proj.bias")
             known = table.get_name(in_file, (".weight", ".bias"))
-            known = known or apart.get_name(in_file, (".weight", ".bias"))
+            dense = in_file.replace("block_sparse_moe", "mlp")
+            known = known or apart.get_name(dense, (".weight", ".bias"))
             assert known is not None, name
             if architecture == "hy_v3":
                 known = known.removesuffix(".bias")
@@ -364,7 +366,7 @@ def _by_key_head(config: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
 def _changed(config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
     kind = config["model_type"]
     permuted = kind in PERMUTED
-    if name.endswith((".A_log", ".D")) and "linear_attn" not in name:
+    if name.endswith((".A_log", ".D")) and ".self_attn." not in name and "linear" not in name:
         return _shaped((*shape, 1))
     if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
         return _shaped((config.get("mamba_n_groups") or config["n_groups"], -1))

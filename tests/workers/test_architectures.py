@@ -134,8 +134,8 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
         ("gemma3n_text", "several states per token (AltUp)"),
         ("gemma4_unified_assistant", "which is not supported"),
         ("axk2", "of type indexed_attention, which need a sparse indexer"),
-        ("lfm3", "of type conv, which keep the last inputs of a convolution; states are followed"),
-        ("olmo_hybrid", "of type linear_attention, which keep a recurrent state; states are"),
+        ("minimax", "of type linear_attention, which keep a recurrent state; states are"),
+        ("bailing_hybrid", "the decays of its linear attention have a lower bound"),
     ],
 )
 def test_a_refusal_names_what_is_missing_here(kind: str, missing: str, tmp_path: Path) -> None:

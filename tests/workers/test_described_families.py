@@ -22,7 +22,7 @@ from dovetail.workers.models.families.names import DESCRIBED
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from support.architectures import VARIED, VOCABULARY, write_tiny, write_varied
+from support.architectures import ROPE, VARIED, VOCABULARY, write_tiny, write_varied
 from support.decoded import extend, in_a_tree
 from support.models import reference_logits
 
@@ -37,7 +37,7 @@ NEW = (
     *("ministral3", "gpt_neox", "nemotron", "olmo", "gpt2", "opt", "bitnet"),
     *("laguna", "phimoe", "dbrx"),
     *("qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid"),
-    *("lfm2_moe", "bamba", "falcon_h1", "nemotron_h"),
+    *("lfm2_moe", "bamba", "falcon_h1", "nemotron_h", "lfm3", "olmo_hybrid", "kimi_linear"),
     *("deepseek_v2", "deepseek_v3"),
 )
 """Families that between them take every branch of a description."""
@@ -215,12 +215,19 @@ def test_a_wrong_description_of_one_layer_is_found(
 
 
 @pytest.mark.parametrize(
-    "kind", ["stablelm", "gpt2", pytest.param("gpt_neox", marks=pytest.mark.slow)]
+    "kind",
+    [
+        *("stablelm", "gpt2", "olmo_hybrid"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt_neox", "lfm3")),
+    ],
 )
 def test_what_a_configuration_switches_is_described(kind: str, tmp_path: Path) -> None:
     fields = {
         "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True},
         "gpt2": {"scale_attn_by_inverse_layer_idx": True},
+        "olmo_hybrid": VARIED["olmo_hybrid"]
+        | {"linear_allow_neg_eigval": False, "rope_parameters": ROPE},
+        "lfm3": VARIED["lfm3"] | {"use_sandwich_norm": False, "use_attention_gate": False},
         "gpt_neox": {"use_parallel_residual": False},
     }[kind]
     write_tiny(kind, tmp_path / "model", **fields)

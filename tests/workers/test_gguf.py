@@ -310,6 +310,17 @@ FIELDS: dict[str, dict[str, Any]] = {
             "sliding_attention": ROPE,
         },
     },
+    "kimi_linear": {
+        **WIDE,
+        **RANKS,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+        "moe_intermediate_size": 256,
+        "linear_num_heads": 4,
+        "linear_head_dim": 64,
+        "num_key_value_heads": 4,
+    },
 }
 ALSO: dict[str, dict[str, Any]] = {"glm4_moe bailingmoe2": {"architecture": "bailingmoe2"}}
 """Arguments of `write_gguf` by kind."""

@@ -99,6 +99,7 @@ class Made:
         latent = LatentPlan(
             RANK,
             PLAIN,
+            ROTATED,
             self.norms[0],
             stack(self.keys_up.transpose(1, 2)),
             stack(self.values_up),

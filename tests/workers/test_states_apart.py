@@ -236,8 +236,20 @@ def mixers() -> dict[str, ScanPlan]:
         "mamba": ScanPlan(
             ScanRule.SELECTIVE, random(3, channels), random(channels), **sizes, skip=random(heads)
         ),
+        "channels": ScanPlan(
+            ScanRule.CHANNEL_DELTA,
+            random(4, channels),
+            **(sizes | {"step_bias": random(heads * 6)}),
+            **norm,
+            low=3,
+        ),
         "convolution": ScanPlan(ScanRule.SHORT_CONVOLUTION, random(3, 24)),
     }
+
+
+def width_of(plan: ScanPlan) -> int:
+    """The numbers of a row that a mixer reads, of all matrices before it."""
+    return plan.widths[0] + (plan.widths[1] + plan.decays if plan.low else 0)
 
 
 class Session:
@@ -263,10 +275,10 @@ class Session:
         self.cache.keep(slots, len(slots))
 
 
-@pytest.mark.parametrize("name", ["delta", "mamba", "convolution"])
+@pytest.mark.parametrize("name", ["delta", "channels", "mamba", "convolution"])
 def test_a_row_that_torch_computes_is_the_same_on_every_way_to_it(name: str) -> None:
     plan = mixers()[name]
-    given = torch.randn(TIMES, plan.widths[0], generator=torch.Generator().manual_seed(5))
+    given = torch.randn(TIMES, width_of(plan), generator=torch.Generator().manual_seed(5))
     whole = Session(plan).read(given, 0)
     for seed in range(6):
         random, session = Random(seed), Session(plan)
@@ -292,14 +304,15 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("name", "a_row", "a_prompt"), [("delta", 5.5, 60), ("mamba", 1.5, 40), ("convolution", 0, 20)]
+    ("name", "a_row", "a_prompt"),
+    [("delta", 5.5, 60), ("channels", 5.5, 60), ("mamba", 1.5, 40), ("convolution", 0, 20)],
 )
 def test_a_row_of_a_prompt_takes_few_operations_beside_those_for_all_rows(
     name: str, a_row: float, a_prompt: int
 ) -> None:
     plan, found = mixers()[name], list[int]()
     for rows in (32, 64, 128):
-        session, given = Session(plan), torch.randn(rows, plan.widths[0])
+        session, given = Session(plan), torch.randn(rows, width_of(plan))
         with Launches() as launches:
             session.read(given, 0)
         found.append(launches.count)
@@ -310,7 +323,7 @@ def test_a_row_of_a_prompt_takes_few_operations_beside_those_for_all_rows(
 @pytest.mark.parametrize(("name", "a_row"), [("delta", 1), ("mamba", 1)])
 def test_a_row_that_waits_takes_few_operations_in_every_pass(name: str, a_row: int) -> None:
     plan, session = mixers()[name], Session(mixers()[name])
-    given, found = torch.randn(40, plan.widths[0]), list[int]()
+    given, found = torch.randn(40, width_of(plan)), list[int]()
     session.read(given[:20], 0)
     session.keep(range(20))
     for slot in range(20, 26):
@@ -321,11 +334,11 @@ def test_a_row_that_waits_takes_few_operations_in_every_pass(name: str, a_row: i
     assert found[-1] - found[1] <= a_row * (len(found) - 2)
 
 
-@pytest.mark.parametrize("name", ["delta", "mamba", "convolution"])
+@pytest.mark.parametrize("name", ["delta", "channels", "mamba", "convolution"])
 def test_a_prompt_has_the_same_bytes_in_any_parts(name: str) -> None:
     """The parts are such that torch rounds all their exponentials alike on any CPU."""
     plan, cuts = mixers()[name], ([64], [16, 48], [48, 16], [16, 16, 32], [32, 32])
-    given, found = torch.randn(64, plan.widths[0]), list[Tensor]()
+    given, found = torch.randn(64, width_of(plan)), list[Tensor]()
     for parts in cuts:
         session, rows = Session(plan), list[Tensor]()
         for count in parts:

@@ -86,6 +86,7 @@ class LayerStruct(Structure):
         *((name, c_int32) for name in ("input_first", "reads")),
         ("clip", c_float),
         ("gate_kind", c_int32),
+        *((name, MatrixStruct) for name in ("scan_gate", "scan_decay")),
         *((name, NormStruct) for name in ("mixer_norm", "inner_norm")),
     )
 
@@ -431,7 +432,9 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
     for name, heads in (("query_norm", plan.heads), ("key_norm", plan.kv_heads)):
         width = plan.head_dim * (heads if wide else 1)
         setattr(struct, name, norm_struct(getattr(plan, name), width))
-    for name in ("qkv", "output", "gate_up", "down", "mixer_gate"):
+    if plan.latent is not None:
+        struct.rotary_dim = plan.latent.rotated
+    for name in ("qkv", "output", "gate_up", "down", "mixer_gate", "scan_gate", "scan_decay"):
         if (matrix := getattr(plan, name)) is not None:
             setattr(struct, name, matrix.struct)
     if (own := plan.own_input) is not None:

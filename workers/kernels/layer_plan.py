@@ -181,6 +181,7 @@ class LatentPlan:
 
     rank: int  # width of a latent
     plain: int  # numbers of a head's query that are not rotated; the rotated ones follow them
+    rotated: int  # how many follow, even if the layer has no table that rotates them
     latent_norm: Tensor  # the weights of the latents' RMS norm, float32 [rank]
     key_up: Sequence[PackedMatrix]
     """For each head the matrix that expands latents to keys, transposed: [rank, plain]."""
@@ -197,7 +198,7 @@ class LatentPlan:
         """The width of a head's value."""
         return self.value_up[0].n
 
-    def widths(self, heads: int, rotated: int) -> tuple[int, int]:
+    def widths(self, heads: int) -> tuple[int, int]:
         """Return the output width of the matrix before it and the input width of the one after it.
         Raises ValueError for matrices or heads that do not fit together."""
         if not len(self.key_up) == len(self.value_up) == heads:
@@ -205,11 +206,11 @@ class LatentPlan:
         for key_up, value_up in zip(self.key_up, self.value_up, strict=True):
             check_matrix("key_up", key_up, self.rank, self.plain)
             check_matrix("value_up", value_up, self.value_dim, self.rank)
-        queries, first = heads * (self.plain + rotated), self.query_up
+        queries, first = heads * (self.plain + self.rotated), self.query_up
         if first is not None:
             check_matrix("query_up", first, queries, first.k)
         given = queries if first is None else first.k
-        return given + self.rank + rotated, heads * self.value_dim
+        return given + self.rank + self.rotated, heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,9 @@ class LayerPlan:
     """[heads head_dim or heads, hidden]: the `gate_kind` of its output scales the result of
     attention, each number or each head."""
     gate_kind: MixerGate = MixerGate.SIGMOID
+    scan_gate: PackedMatrix | None = None
+    """[values, low]: the gate of a mixer with a decay for each number of a key."""
+    scan_decay: PackedMatrix | None = None  # [decays, low]: its decays before bias and softplus
     mixer_norm: Norm | None = None  # the norm of what `output` reads
     inner_norm: Norm | None = None  # the norm of what `down` reads
     clip: float = 0.0
@@ -297,6 +301,7 @@ class LayerPlan:
     def matrices(self) -> Sequence[PackedMatrix]:
         """The matrices that all rows use."""
         parts = [self.qkv, self.output, self.gate_up, self.down, self.mixer_gate]
+        parts += [self.scan_gate, self.scan_decay]
         if self.beside is not None:
             parts += [self.beside.given, self.beside.output]
         if self.own_input is not None:
@@ -412,10 +417,18 @@ def _check_mixers(plan: LayerPlan, qkv: PackedMatrix, output: PackedMatrix) -> N
         check_matrix("output beside attention", plan.beside.output, hidden, widths[1])
     elif plan.scan is not None:
         given, taken = plan.scan.widths
+        for name, width in (("scan_gate", taken), ("scan_decay", plan.scan.decays)):
+            if plan.scan.low and (matrix := getattr(plan, name)) is not None:
+                check_matrix(name, matrix, width, plan.scan.low)
+            elif plan.scan.low:
+                raise ValueError(f"a mixer without {name}")
     elif plan.latent is not None:
-        rotated = 0 if plan.rotary is None else 2 * plan.rotary.cosines.shape[1]
-        given, taken = plan.latent.widths(plan.heads, rotated)
-        if (plan.kv_heads, plan.head_dim) != (1, plan.latent.rank + rotated):
+        rotated = plan.latent.rotated
+        given, taken = plan.latent.widths(plan.heads)
+        turned = 0 if plan.rotary is None else 2 * plan.rotary.cosines.shape[1]
+        if (plan.kv_heads, plan.head_dim) != (1, plan.latent.rank + rotated) or (
+            turned not in (0, rotated)
+        ):
             raise ValueError(f"latents in {plan.kv_heads} rows of {plan.head_dim}")
     others = (plan.attention_norm, plan.parallel or None, plan.beside, plan.gate_up)
     if plan.given and any(other is not None for other in others):

@@ -16,12 +16,13 @@ MOST_TAPS = 16  # the most rows of a convolution
 
 
 class ScanRule(IntEnum):
-    """How a state is updated and read: the gated delta rule, Mamba-2's, or none, if the mixer is
-    only a gated convolution."""
+    """How a state is updated and read: the gated delta rule, with a decay for each head or for each
+    number of its key (KDA), Mamba-2's, or none, if the mixer is only a gated convolution."""
 
     GATED_DELTA = 0
     SELECTIVE = 1
     SHORT_CONVOLUTION = 2
+    CHANNEL_DELTA = 3
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class StateShape:
 class ScanPlan:
     """A mixer with a state. Its matrix computes for each row [query | key | value | gate | b | a]
     for the gated delta rule, [query | key | value | gate | step] for Mamba-2, and [before | behind
-    | x] for a convolution alone."""
+    | x] for a convolution alone; with a decay for each number of a key [query | key | value | b |
+    low gate | low a], of which two more matrices make gate and a."""
 
     rule: ScanRule
     taps: Tensor  # float32 [taps, channels]: the weights of the convolution, the oldest row's first
@@ -48,7 +50,7 @@ class ScanPlan:
     value_dim: int = 0
     decay: Tensor | None = None
     """float32 [value_heads], negative: a state is multiplied by e^(decay step)."""
-    step_bias: Tensor | None = None  # float32 [value_heads], added before the softplus of a step
+    step_bias: Tensor | None = None  # float32 [decays], added before the softplus of a step
     skip: Tensor | None = None  # float32 [value_heads]: values times it are added to the output
     norm: Tensor | None = None
     """float32, the weights of the output's RMS norms: those of one norm for all, or
@@ -57,6 +59,8 @@ class ScanPlan:
     gate_first: bool = False  # apply the gate before the norm
     epsilon: float = 1e-6
     query_scale: float = 1.0
+    step_factor: float = 1.0  # the factor of the gated delta rule's steps
+    low: int = 0  # numbers of the low gate, and of the low a
     given_factors: Tensor | None = None  # float32, factors of the matrix's output; None: they are 1
     index: int = 0  # the index of the layer among those with a state
     state_before: int = 0  # numbers of the states of those before it
@@ -69,11 +73,19 @@ class ScanPlan:
         return scan_struct(self)
 
     @property
+    def decays(self) -> int:
+        """The decays of a row."""
+        each = self.key_dim if self.rule is ScanRule.CHANNEL_DELTA else 1
+        return self.value_heads * each
+
+    @property
     def widths(self) -> tuple[int, int]:
         """The output width of the matrix before it, and the input width of the one after it."""
         channels, values = self.taps.shape[1], self.value_heads * self.value_dim
         if self.rule is ScanRule.SHORT_CONVOLUTION:
             return 3 * channels, channels
+        if self.rule is ScanRule.CHANNEL_DELTA:
+            return channels + self.value_heads + 2 * self.low, values
         steps = self.value_heads * (2 if self.rule is ScanRule.GATED_DELTA else 1)
         return channels + values + steps, values
 
@@ -83,7 +95,7 @@ class ScanPlan:
         taps, channels = self.taps.shape
         columns = _padded(self.value_dim)
         row = _padded(channels) + _padded(self.key_heads * self.key_dim)
-        row += self.value_heads * columns + _padded(self.value_heads)
+        row += self.value_heads * columns + _padded(self.decays)
         return StateShape(self.value_heads * columns * self.key_dim, row, taps)
 
 
@@ -126,7 +138,8 @@ class ScanStruct(Structure):
                 *("norm_width", "gate_first"),
             )
         ),
-        *((name, c_float) for name in ("epsilon", "query_scale")),
+        *((name, c_float) for name in ("epsilon", "query_scale", "step_factor")),
+        ("low", c_int32),
         *(
             (name, c_void_p)
             for name in (
@@ -168,8 +181,8 @@ def scan_struct(plan: ScanPlan) -> ScanStruct:
         )
     struct = ScanStruct(channels=channels, taps=taps)
     names = ("key_heads", "value_heads", "key_dim", "value_dim", "norm_width", "gate_first")
-    before = ("index", "state_before", "row_before")
-    for name in ("rule", *names, *before, "epsilon", "query_scale"):
+    before = ("index", "state_before", "row_before", "low")
+    for name in ("rule", *names, *before, "epsilon", "query_scale", "step_factor"):
         setattr(struct, name, getattr(plan, name))
     struct.taps_weights = address_of(plan.taps, (taps, channels), ("float32",))
     if plan.norm is not None:
@@ -179,7 +192,7 @@ def scan_struct(plan: ScanPlan) -> ScanStruct:
         struct.norm_stride = 0 if together else plan.norm_width
         width = plan.norm_width if together else values
         struct.norm_weight = address_of(plan.norm, (width,), ("float32",))
-    named = {"taps_bias": channels, "decay": plan.value_heads, "step_bias": plan.value_heads}
+    named = {"taps_bias": channels, "decay": plan.value_heads, "step_bias": plan.decays}
     named |= {"skip": plan.value_heads, "given_factors": plan.widths[0]}
     for name, width in named.items():
         if (numbers := getattr(plan, name)) is not None:

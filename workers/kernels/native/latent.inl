@@ -51,7 +51,7 @@ static void place_latent(const dovetail::Layer& l, const dovetail::Pass& pass, i
     const dovetail::Latent& a = *l.latent;
     const int64_t half = l.rotary_dim / 2, position = pass.positions[row];
     rms_norm(given, a.latent_norm.weight, given, a.rank, a.epsilon);
-    rotate(given + a.rank, l.cosines + position * half, l.sines + position * half, l.rotary_dim);
+    if (l.cosines) rotate(given + a.rank, l.cosines + position * half, l.sines + position * half, l.rotary_dim);
     const dovetail::Segment* s = pass.segments;
     while (row >= s->first_row + s->count) s++;
     const int64_t slot = s->start + row - s->first_row;
@@ -69,7 +69,7 @@ static void place_ends(const dovetail::Layer& l, int64_t position, float* x, flo
         float* end = queries + head * l.head_dim + a.rank;
         if (l.query_factors) multiply(x, l.query_factors[position], step);
         memcpy(end, x + a.plain, (size_t)l.rotary_dim * sizeof(float));
-        rotate(end, l.cosines + position * half, l.sines + position * half, l.rotary_dim);
+        if (l.cosines) rotate(end, l.cosines + position * half, l.sines + position * half, l.rotary_dim);
     }
 }
 

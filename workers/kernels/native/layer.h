@@ -131,6 +131,7 @@ struct Layer {
     int32_t reads;  // the keys and values, which `before` says, are another layer's, and `qkv` gives queries alone
     float clip;         // queries, keys and values, behind wide norms, are clipped to -clip .. clip; 0: they are not
     int32_t gate_kind;  // of mixer_gate
+    Matrix scan_gate, scan_decay;  // of a CHANNEL_DELTA, [value_heads value_dim, low] and [value_heads key_dim, low]; packed null: there are none
     Norm mixer_norm, inner_norm;  // [output.k] of what `output` reads and [intermediate] of what `down` reads; either may be missing
 };
 

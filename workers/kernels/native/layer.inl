@@ -127,10 +127,13 @@ struct Buffers {
     float* narrow;  // [rows, heads head_dim, what a mixer gives, or intermediate]
 };
 
+// What the first matrix gives of a row, and behind it what those of a CHANNEL_DELTA make of its end.
+static inline int64_t given_width(const dovetail::Layer& l) { return l.qkv.n + l.scan_gate.n + l.scan_decay.n; }
+
 static Buffers buffers(const dovetail::Layer& l, int64_t rows) {
     const int64_t hidden = round_up(rows * l.hidden, LANES);
     const int64_t given = l.beside ? l.beside->given.n : 0, mixed = l.beside ? l.beside->output.k : 0, own = l.input_gate.n;
-    const int64_t wide = round_up(rows * larger(larger(l.hidden, larger(given, 2 * own)), larger(l.qkv.n, l.gate_up.n)), LANES);
+    const int64_t wide = round_up(rows * larger(larger(l.hidden, larger(given, 2 * own)), larger(given_width(l), l.gate_up.n)), LANES);
     const int64_t narrow = round_up(rows * larger(larger(mixed, own), larger(l.output.k, l.intermediate)), LANES);
     float* memory = (float*)dovetail::scratch(LAYER_SCRATCH, (2 * hidden + wide + narrow) * (int64_t)sizeof(float));
     return {memory, memory + hidden, memory + 2 * hidden, memory + 2 * hidden + wide};
@@ -234,12 +237,17 @@ static void mix_beside(const dovetail::Layer& l, const dovetail::Pass& pass, con
 
 // What attention or a mixer with a state gives of `input`, into `update`.
 static void mix_rows(const dovetail::Layer& l, const dovetail::Pass& pass, const float* input, const Buffers& b, Laps& laps) {
-    const int64_t rows = pass.rows;
+    const int64_t rows = pass.rows, width = given_width(l);
     laps.other();
-    linear(l.qkv, input, l.hidden, b.wide, l.qkv.n, rows);
+    linear(l.qkv, input, l.hidden, b.wide, width, rows);
+    if (l.scan_gate.packed) {
+        const float* low = b.wide + l.qkv.n - 2 * l.scan_gate.k;
+        linear(l.scan_gate, low, width, b.wide + l.qkv.n, width, rows);
+        linear(l.scan_decay, low + l.scan_gate.k, width, b.wide + l.qkv.n + l.scan_gate.n, width, rows);
+    }
     laps.matrix();
     if (l.scan && !l.beside) {
-        scan(*l.scan, pass, b.wide, l.qkv.n, b.narrow);
+        scan(*l.scan, pass, b.wide, width, b.narrow);
     } else if (l.latent) {
         latent(l, pass, b.wide, nullptr, b.narrow);
     } else {

@@ -3,7 +3,7 @@
 //
 // Of each session there is one state, which holds the rows up to the `folded` of each layer, and for the rows behind them what they add to it: a row's factors.
 //   state   [layers][value_heads][value_dim / 16][key_dim][16], one layer behind the other
-//   factors [layers][ring][row]: the convolution's input [channels], the key [key_heads key_dim], what it adds [value_heads value_dim], the decay [value_heads],
+//   factors [layers][ring][row]: the convolution's input [channels], the key [key_heads key_dim], what it adds [value_heads value_dim], the decays,
 //           each rounded up to 16 floats; slot s of the cache stands in row s mod ring, or where rows are lent in row s - lent_first of these
 // The factors of the taps - 1 rows before `folded` are there too, for the convolution.
 #pragma once
@@ -14,11 +14,12 @@
 
 namespace dovetail {
 
-// GATED_DELTA: S = a S + k (b (v - (a S)^T k)), o = S^T q. SELECTIVE (Mamba-2): S = a S + k (step v), o = S^T q + skip v. SHORT_CONVOLUTION: there is no S.
-enum ScanRule : int { GATED_DELTA = 0, SELECTIVE = 1, SHORT_CONVOLUTION = 2 };
+// GATED_DELTA: S = a S + k (b (v - (a S)^T k)), o = S^T q. CHANNEL_DELTA: the same with an a for each number of the key. SELECTIVE (Mamba-2): S = a S + k (step v), o = S^T q + skip v. SHORT_CONVOLUTION: there is no S.
+enum ScanRule : int { GATED_DELTA = 0, SELECTIVE = 1, SHORT_CONVOLUTION = 2, CHANNEL_DELTA = 3 };
 
 // What the matrix before it gives of a row:
 //   GATED_DELTA       [query | key | value | gate | b | a], the first three go through the convolution
+//   CHANNEL_DELTA     [query | key | value | b | low gate | low a], likewise, and behind them what two matrices make of the low ones: [gate | a]
 //   SELECTIVE         [query | key | value | gate | step], likewise
 //   SHORT_CONVOLUTION [before | behind | x], each as wide as the convolution: behind * convolution(before * x)
 struct Scan {
@@ -30,11 +31,12 @@ struct Scan {
     int32_t key_heads, value_heads, key_dim, value_dim;
     int32_t norm_width;  // numbers that have a norm together
     int32_t gate_first;  // the norm is of what has been multiplied by the gate
-    float epsilon, query_scale;
+    float epsilon, query_scale, step_factor;  // step_factor: of the gated delta rule's b
+    int32_t low;  // numbers of the low gate, and of the low a
     const float* taps_weights;  // [taps][channels], the oldest row's first
     const float* taps_bias;     // [channels], or null
     const float* decay;         // [value_heads], of which a row has e^(decay step)
-    const float* step_bias;     // [value_heads]
+    const float* step_bias;     // [value_heads], of CHANNEL_DELTA [value_heads key_dim]
     const float* skip;          // [value_heads], or null
     const float* given_factors; // of all that the matrix gives of a row; or null
     const float* norm_weight;   // [norm_width], or [value_heads value_dim]; or null

@@ -3,7 +3,7 @@
 // The bytes of a row follow from the rows on its path alone:
 //   convolution  one chain over the taps, the oldest first, then the bias
 //   decay        e^(decay step), step = softplus(a + bias)
-//   remembered   a (S^T k), its sum in two chains over i mod 2, which are then added
+//   remembered   a (S^T k), its sum in two chains over i mod 2, which are then added; S^T (a k) with an a for each number of the key
 //   state        S = fma(k, what is added, a S)
 //   output       S^T q, in two chains
 // Everything else is order of work. Columns of a state never mix, so that a unit is a block of columns of one head: it is read from memory once, what was committed
@@ -20,6 +20,14 @@ constexpr int SCAN_BLOCKS = 1;
 #endif
 constexpr int CHAINS = 2;
 
+// ---- rules ----
+
+static inline bool by_channel(const dovetail::Scan& c) { return c.rule == dovetail::CHANNEL_DELTA; }
+static inline bool is_delta(const dovetail::Scan& c) { return c.rule == dovetail::GATED_DELTA || by_channel(c); }
+static inline int64_t head_decays(const dovetail::Scan& c) { return by_channel(c) ? c.key_dim : 1; }
+static inline int64_t decays(const dovetail::Scan& c) { return c.value_heads * head_decays(c); }
+static inline int64_t step_width(const dovetail::Scan& c) { return (by_channel(c) ? 2 : 1) * decays(c) + c.value_heads; }
+
 // ---- factors ----
 
 struct Factors {
@@ -30,7 +38,7 @@ static inline Factors factors_of(const dovetail::Scan& c) {
     f.key = round_up(c.channels, LANES);
     f.added = f.key + round_up((int64_t)c.key_heads * c.key_dim, LANES);
     f.decay = f.added + c.value_heads * round_up(c.value_dim, LANES);
-    f.all = f.decay + round_up(c.value_heads, LANES);
+    f.all = f.decay + round_up(decays(c), LANES);
     return f;
 }
 
@@ -46,7 +54,7 @@ struct ScanRows {
     float* given;  // [rows][stride] by the matrix
     int64_t stride;
     float* mixed;  // [rows][channels] behind the convolution
-    float* steps;  // [rows][2 value_heads]: the decays, then what values are multiplied by
+    float* steps;  // [rows][step_width]: the decays, what values are multiplied by, and keys times their own decays
     float* out;    // [rows][value_heads value_dim], or the channels of a convolution
 };
 
@@ -120,6 +128,22 @@ static inline void normalise_length(float* x, int64_t n, float factor) {
     for (int64_t i = 0; i < n; i += LANES) put(x + i, mul(mul(take(x + i, n - i), scale), set1(factor)), n - i);
 }
 
+// A decay for each number of a key.
+static void take_channel_steps(const dovetail::Scan& c, const float* given, const float* keys, float* steps) {
+    const float *b = given + c.channels, *raw = b + c.value_heads + 2 * c.low + (int64_t)c.value_heads * c.value_dim;
+    float *factors = steps + decays(c), *decayed = factors + c.value_heads;
+    for (int64_t h = 0; h < c.value_heads; h += LANES) put(factors + h, mul(set1(c.step_factor), sigmoid(take(b + h, c.value_heads - h))), c.value_heads - h);
+    for (int64_t head = 0; head < c.value_heads; head++) {
+        const float* key = keys + head / (c.value_heads / c.key_heads) * c.key_dim;
+        for (int64_t i = 0; i < c.key_dim; i += LANES) {
+            const int64_t at = head * c.key_dim + i, left = c.key_dim - i;
+            const F16 a = exp(mul(set1(c.decay[head]), softplus(add(take(raw + at, left), take(c.step_bias + at, left)))));
+            put(steps + at, a, left);
+            put(decayed + at, mul(a, take(key + i, left)), left);
+        }
+    }
+}
+
 static void take_steps(const dovetail::Scan& c, const float* given, float* decays, float* factors) {
     const bool delta = c.rule == dovetail::GATED_DELTA;
     const float* raw = given + c.channels + (int64_t)c.value_heads * c.value_dim;
@@ -127,7 +151,7 @@ static void take_steps(const dovetail::Scan& c, const float* given, float* decay
         const int64_t left = c.value_heads - h;
         const F16 step = softplus(add(take(raw + (delta ? c.value_heads : 0) + h, left), take(c.step_bias + h, left)));
         put(decays + h, exp(mul(take(c.decay + h, left), step)), left);
-        put(factors + h, delta ? sigmoid(take(raw + h, left)) : step, left);
+        put(factors + h, delta ? mul(set1(c.step_factor), sigmoid(take(raw + h, left))) : step, left);
     }
 }
 
@@ -136,11 +160,12 @@ static void prepare_row(const dovetail::Scan& c, const dovetail::Segment& s, con
     float* mixed = rows.mixed + row * c.channels;
     convolve(c, s, rows, i, mixed);
     if (c.rule == dovetail::SHORT_CONVOLUTION) return;
-    if (c.rule == dovetail::GATED_DELTA)
+    if (is_delta(c))
         for (int64_t head = 0; head < 2 * c.key_heads; head++)
             normalise_length(mixed + head * c.key_dim, c.key_dim, head < c.key_heads ? c.query_scale : 1.0f);
-    float* decays = rows.steps + row * 2 * c.value_heads;
-    take_steps(c, rows.given + row * rows.stride, decays, decays + c.value_heads);
+    float* steps = rows.steps + row * step_width(c);
+    if (by_channel(c)) take_channel_steps(c, rows.given + row * rows.stride, mixed + (int64_t)c.key_heads * c.key_dim, steps);
+    else take_steps(c, rows.given + row * rows.stride, steps, steps + c.value_heads);
 }
 
 // ---- the state ----
@@ -167,8 +192,7 @@ struct Place {
 
 // What a state is renewed by. Sums that are asked for later are begun with each number of it.
 struct Renewal {
-    float decay;
-    const float *key, *query, *next_key;
+    const float *decays, *key, *query, *next_key;
     F16 added[SCAN_BLOCKS];
 };
 
@@ -186,14 +210,15 @@ static DT_INLINE void look_up(const Place& state, const float* key, int64_t n, C
     found = c;
 }
 
-// S = a S + k added, from one place to another, and while its numbers are in registers S^T q and S^T k of the next key.
-template <bool READS, bool GOES_ON>
+// S = a S + k added, from one place to another, and while its numbers are in registers S^T q and S^T k of the next key. EACH: there is an a for each i.
+template <bool EACH, bool READS, bool GOES_ON>
 static DT_INLINE void renew(const Place& from, const Place& to, const Renewal& r, int64_t n, Chains& read, Chains& found) {
-    const F16 decay = set1(r.decay);
+    const F16 one = set1(*r.decays);
     Chains q, k;
     if (READS) q.clear();
     if (GOES_ON) k.clear();
     const auto take = [&](int64_t i, int j) __attribute__((always_inline)) {
+        const F16 decay = EACH ? set1(r.decays[i]) : one;
 #pragma GCC unroll 2
         for (int b = 0; b < SCAN_BLOCKS; b++) {
             const F16 x = fma(set1(r.key[i]), r.added[b], mul(decay, load(from.number(b, i))));
@@ -207,6 +232,12 @@ static DT_INLINE void renew(const Place& from, const Place& to, const Renewal& r
     if (i < n) take(i, 0);
     if (READS) read = q;
     if (GOES_ON) found = k;
+}
+
+template <bool READS>
+static DT_INLINE void renew(bool each, const Place& from, const Place& to, const Renewal& r, int64_t n, Chains& read, Chains& found) {
+    if (each) r.next_key ? renew<true, READS, true>(from, to, r, n, read, found) : renew<true, READS, false>(from, to, r, n, read, found);
+    else r.next_key ? renew<false, READS, true>(from, to, r, n, read, found) : renew<false, READS, false>(from, to, r, n, read, found);
 }
 
 // Some columns of one head's state in one session.
@@ -232,6 +263,13 @@ static inline MixedRow mixed_row(const ScanUnit& u, const ScanRows& rows, int64_
     return {mixed + u.key_head * c.key_dim, mixed + keys + u.key_head * c.key_dim, mixed + 2 * keys + u.head * c.value_dim};
 }
 
+// What a row looks up a state by: its key, times its decays where each number has its own.
+static inline const float* looking_up(const ScanUnit& u, const ScanRows& rows, int64_t row) {
+    const dovetail::Scan& c = *u.scan;
+    if (!by_channel(c)) return mixed_row(u, rows, row).key;
+    return rows.steps + row * step_width(c) + decays(c) + c.value_heads + u.head * c.key_dim;
+}
+
 // Rows are far apart: the next one comes while this one is computed.
 static inline void fetch_row(const ScanUnit& u, const MixedRow& row) {
     constexpr int64_t step = LINE / (int64_t)sizeof(float);
@@ -242,21 +280,21 @@ static inline void fetch_row(const ScanUnit& u, const MixedRow& row) {
 // A row of the pass. `found` is S^T k of it, and behind it of the next key where there is one.
 static void step_row(const ScanUnit& u, const ScanRows& rows, const Hop& hop, const Place& from, const Place& to, const float* next_key, Chains& found) {
     const dovetail::Scan& c = *u.scan;
-    const bool delta = c.rule == dovetail::GATED_DELTA;
+    const bool delta = is_delta(c), each = by_channel(c);
     const MixedRow mixed = mixed_row(u, rows, hop.row);
-    const float* steps = rows.steps + (int64_t)hop.row * 2 * c.value_heads + u.head;
-    Renewal r = {steps[0], mixed.key, mixed.query, next_key, {}};
-    const F16 factor = set1(steps[c.value_heads]);
+    const float* steps = rows.steps + (int64_t)hop.row * step_width(c);
+    Renewal r = {steps + u.head * head_decays(c), mixed.key, mixed.query, next_key, {}};
+    const F16 factor = set1(steps[decays(c) + u.head]);
     float* kept = u.walk->in_place ? nullptr : factors_at(c, *u.segment->states, hop.slot) + factors_of(c).added + u.head * round_up(c.value_dim, LANES);
     for (int b = 0; b < SCAN_BLOCKS; b++) {
         const int64_t d = u.column + b * LANES;
         const F16 v = take_columns(mixed.value + d, c.value_dim - d);
-        r.added[b] = mul(factor, delta ? sub(v, mul(set1(r.decay), found.joined(b))) : v);
+        const F16 remembered = each ? found.joined(b) : mul(set1(*r.decays), found.joined(b));
+        r.added[b] = mul(factor, delta ? sub(v, remembered) : v);
         if (kept && d < c.value_dim) store(kept + d, r.added[b]);
     }
     Chains read;
-    if (next_key) renew<true, true>(from, to, r, c.key_dim, read, found);
-    else renew<true, false>(from, to, r, c.key_dim, read, found);
+    renew<true>(each, from, to, r, c.key_dim, read, found);
     float* out = rows.out + ((int64_t)hop.row * c.value_heads + u.head) * c.value_dim;
     for (int b = 0; b < SCAN_BLOCKS; b++) {
         const int64_t d = u.column + b * LANES;
@@ -272,10 +310,9 @@ static void replay(const ScanUnit& u, const Hop& hop, const Place& from, const P
     const Factors f = factors_of(c);
     const float* row = factors_at(c, *u.segment->states, hop.slot);
     const float* kept = row + f.added + u.head * round_up(c.value_dim, LANES) + u.column;
-    Renewal r = {row[f.decay + u.head], row + f.key + u.key_head * c.key_dim, nullptr, next_key, {}};
+    Renewal r = {row + f.decay + u.head * head_decays(c), row + f.key + u.key_head * c.key_dim, nullptr, next_key, {}};
     for (int b = 0; b < SCAN_BLOCKS; b++) r.added[b] = u.column + b * LANES < c.value_dim ? load(kept + b * LANES) : zero();
-    if (next_key) renew<false, true>(from, to, r, c.key_dim, found, found);
-    else renew<false, false>(from, to, r, c.key_dim, found, found);
+    renew<false>(by_channel(c), from, to, r, c.key_dim, found, found);
 }
 
 static inline int64_t head_blocks(const dovetail::Scan& c) { return round_up(round_up(c.value_dim, LANES) / LANES, SCAN_BLOCKS); }
@@ -298,11 +335,11 @@ static void scan_unit(const ScanUnit& u, const ScanRows& rows) {
         const Hop* next = hop + 1 < end && hop[1].row >= 0 ? hop + 1 : nullptr;
         const float* next_key = nullptr;
         if (hop + 2 < end && hop[2].row >= 0) fetch_row(u, mixed_row(u, rows, hop[2].row));
-        if (next && c.rule == dovetail::GATED_DELTA && next->from == hop->to) next_key = mixed_row(u, rows, next->row).key;
+        if (next && is_delta(c) && next->from == hop->to) next_key = looking_up(u, rows, next->row);
         if (hop->row < 0) {
             replay(u, *hop, from, to, next_key, found);
         } else {
-            if (c.rule == dovetail::GATED_DELTA && !known) look_up(from, mixed_row(u, rows, hop->row).key, c.key_dim, found);
+            if (is_delta(c) && !known) look_up(from, looking_up(u, rows, hop->row), c.key_dim, found);
             step_row(u, rows, *hop, from, to, next_key, found);
         }
         known = next_key != nullptr;
@@ -314,12 +351,16 @@ static void scan_unit(const ScanUnit& u, const ScanRows& rows) {
 // Gate and norm, into the row itself.
 static void finish_row(const dovetail::Scan& c, const float* gates, float* x) {
     const int64_t width = (int64_t)c.value_heads * c.value_dim;
+    if (by_channel(c)) gates += c.value_heads + 2 * c.low;
     if (c.gate_first)
         for (int64_t d = 0; d < width; d += LANES) put(x + d, mul(take(x + d, width - d), silu(take(gates + d, width - d))), width - d);
     for (int64_t d = 0, n = 0; c.norm_weight && d < width; d += c.norm_width, n++)
         rms_norm(x + d, c.norm_weight + n * c.norm_stride, x + d, c.norm_width, c.epsilon);
     if (!c.gate_first)
-        for (int64_t d = 0; d < width; d += LANES) put(x + d, mul(take(x + d, width - d), silu(take(gates + d, width - d))), width - d);
+        for (int64_t d = 0; d < width; d += LANES) {
+            const F16 gate = take(gates + d, width - d);
+            put(x + d, mul(take(x + d, width - d), by_channel(c) ? sigmoid(gate) : silu(gate)), width - d);
+        }
 }
 
 static void keep_factors(const dovetail::Scan& c, const dovetail::Segment& s, const ScanRows& rows, int64_t i, bool in_place) {
@@ -331,7 +372,7 @@ static void keep_factors(const dovetail::Scan& c, const dovetail::Segment& s, co
     if (in_place || c.rule == dovetail::SHORT_CONVOLUTION) return;
     const int64_t keys = (int64_t)c.key_heads * c.key_dim;
     memcpy(kept + f.key, rows.mixed + row * c.channels + keys, (size_t)keys * sizeof(float));
-    memcpy(kept + f.decay, rows.steps + row * 2 * c.value_heads, (size_t)c.value_heads * sizeof(float));
+    memcpy(kept + f.decay, rows.steps + row * step_width(c), (size_t)decays(c) * sizeof(float));
 }
 
 static void multiply_rows(const float* x, const float* y, float* to, int64_t n) {
@@ -379,7 +420,7 @@ static void scan_units(const dovetail::Scan& c, const dovetail::Pass& pass, cons
 
 // out [rows, value_heads value_dim], or [rows, channels] of a convolution alone, from given [rows, stride], whose first part is overwritten by a convolution.
 static void scan(const dovetail::Scan& c, const dovetail::Pass& pass, float* given, int64_t stride, float* out) {
-    const int64_t rows = pass.rows, floats = round_up(rows * c.channels, LANES) + round_up(rows * 2 * c.value_heads, LANES);
+    const int64_t rows = pass.rows, floats = round_up(rows * c.channels, LANES) + round_up(rows * step_width(c), LANES);
     const int64_t table = round_up(pass.segment_count * (int64_t)sizeof(Walk), 64);
     int64_t bytes = table + floats * (int64_t)sizeof(float);
     for (int32_t i = 0; i < pass.segment_count; i++) {

@@ -162,7 +162,7 @@ class Kernels:
     def _arrange(self, parts: LayerParts) -> None:
         """Reorder queries and keys that are rotated in pairs of neighbours, in place."""
         attention = parts.spec.attention
-        if isinstance(attention, Latent) and attention.rope.interleaved:
+        if isinstance(attention, Latent) and attention.rope and attention.rope.interleaved:
             parts.interleave_latent(attention)
         if not isinstance(attention, Attention):
             return

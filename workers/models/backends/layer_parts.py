@@ -148,6 +148,8 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
 class NoAngles(nn.Module):
     """Replaces transformers' rotary embedding: the kernels have a table of all angles."""
 
+    layer_types: Sequence[str] = ()  # those for which LFM3 asks for angles
+
     def forward(self, *unused: Any, **also_unused: Any) -> None:
         """Compute nothing."""
 
@@ -230,6 +232,8 @@ def scan_of(layer: nn.Module, said: StateMixer) -> ScanPlan:
         said.gate_first,
         said.epsilon,
         said.query_scale,
+        said.step_factor,
+        _linear(layer, said.behind[0]).in_features if said.behind else 0,
         _factors(said),
     )
 
@@ -250,6 +254,8 @@ def _numbers(layer: nn.Module, name: str | None) -> Tensor | None:
 
 BESIDE = "beside_"
 """The beginning of the names of the matrices of a mixer with a state that is next to attention."""
+BEHIND = ("scan_gate", "scan_decay")
+"""The names of the matrices of a mixer's gate and decays, behind its first one."""
 AROUND = ("before", "behind")
 """The names of the matrices before and after experts of another width."""
 
@@ -344,6 +350,8 @@ class LayerParts:
         self.linears[given] = [_linear(layer, name) for name in said.given]
         self.linears[f"{where}output"] = [_linear(layer, said.output)]
         self.scan = scan_of(layer, said)
+        for name, part in zip(BEHIND, said.behind or (), strict=False):
+            self.linears[name] = [_linear(layer, part)]
         self._reorder(given, orders_of(said))
 
     def _take_mlp(self, layer: nn.Module, said: Mlp | Experts) -> None:
@@ -500,6 +508,8 @@ def plan_of(
         beside=beside,
         key_factor=1.0 if mixer is None else mixer.key_factor,
         mixer_gate=matrices.get("mixer_gate"),
+        scan_gate=matrices.get("scan_gate"),
+        scan_decay=matrices.get("scan_decay"),
         gate_kind=MixerGate.SIGMOID if mixer is None else mixer.gate_kind,
         clip=0.0 if mixer is None else mixer.clip,
         residual=spec.residual_scale,

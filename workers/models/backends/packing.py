@@ -295,6 +295,7 @@ class LatentParts:
         return LatentPlan(
             rank=said.rank,
             plain=said.plain,
+            rotated=said.rotated,
             latent_norm=latent_norm,
             key_up=_pack_heads(exact, "key", keys.transpose(1, 2)),
             value_up=_pack_heads(exact, "value", values),

@@ -14,7 +14,7 @@ WAITING = 32  # approximate number of rows whose factors a session holds, apart 
 CHECKPOINT_ROWS = 4096  # rows from one checkpoint of a long session to the next (`recurrent.py`)
 COLUMNS = 16  # parts of states and factors are padded to multiples of this
 RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
-ATTENDING = ("full_attention", "attention", "hybrid")
+ATTENDING = ("full_attention", "sliding_attention", "attention", "hybrid")
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # nemotron-H's kinds of layers
 
 
@@ -53,6 +53,9 @@ def layer_kinds(config: Mapping[str, Any]) -> Sequence[str]:
     types = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(types, list | tuple):
         return types
+    if isinstance(own := config.get("linear_attn_config"), Mapping):
+        layers = range(1, int(config.get("num_hidden_layers") or 0) + 1)  # counted from 1
+        return ["linear_attention" if at in own["kda_layers"] else "attention" for at in layers]
     count, kind = int(config.get("num_hidden_layers") or 0), config.get("model_type")
     if kind == "falcon_h1":
         return ["hybrid"] * count
@@ -85,7 +88,10 @@ def state_sizes(config: Mapping[str, Any]) -> StateSizes | None:
         keys = int(config["linear_num_key_heads"]) * key_dim
         of_state = _of_state(keys, key_dim, heads, int(config["linear_value_head_dim"]))
         values = heads * int(config["linear_value_head_dim"])
-        return StateSizes(*layers, 2 * keys + 2 * values + 2 * heads, values, True, *of_state)
+        gated = config.get("model_type") != "olmo_hybrid"
+        return StateSizes(*layers, 2 * keys + 2 * values + 2 * heads, values, gated, *of_state)
+    if config.get("model_type") == "kimi_linear":
+        return _by_channel(config, *layers)
     if "mamba_n_heads" in config or "mamba_num_heads" in config:
         return _selective(config, *layers)
     return StateSizes(*layers, 3 * hidden, hidden, False, 0, _filled(hidden))
@@ -110,6 +116,18 @@ def _selective(config: Mapping[str, Any], layers: int, attending: int) -> StateS
     keys = groups * key_dim
     of_state = _of_state(keys, key_dim, heads, values // heads)
     return StateSizes(layers, attending, 2 * values + 2 * keys + heads, values, False, *of_state)
+
+
+def _by_channel(config: Mapping[str, Any], layers: int, attending: int) -> StateSizes:
+    own = config.get("linear_attn_config") or {}
+    heads = int(config.get("linear_num_heads") or own["num_heads"])
+    width = int(config.get("linear_head_dim") or own["head_dim"])
+    values = heads * width
+    state, row = _of_state(values, width, heads, width)
+    row += _filled(values) - _filled(heads)
+    # what the second matrices take is counted as a part of the first one
+    low = 2 * width + -(-2 * width * values // int(config["hidden_size"]))
+    return StateSizes(layers, attending, 3 * values + heads + low, values, False, state, row)
 
 
 def _of_state(keys: int, key_dim: int, heads: int, value_dim: int) -> tuple[int, int]:
@@ -211,8 +229,15 @@ def in_a_file(sizes: Sizes, file_bytes: int, *, tied: bool) -> Sizes:
     )
 
 
+def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json with the usual name of the context length, which Kimi Linear's lacks."""
+    length = config.get("model_max_length")
+    return config if length is None else {"max_position_embeddings": length, **config}
+
+
 def has_sizes(config: Mapping[str, Any]) -> bool:
     """True if a config.json has the numbers that `sizes_of` needs."""
+    config = _usual(config)
     gpt2 = _has_names_of_gpt2(config)
     needed = [config.get(name) for name in (*(GPT2.values() if gpt2 else GPT2), "vocab_size")]
     if not gpt2:
@@ -260,7 +285,7 @@ def _is_size(value: object) -> bool:
 def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Sizes:
     """Return the sizes by a config.json, with these weights and keys and values of the type
     `cache`; the embedding has 2 or 4 bytes a number as stored."""
-    gpt2 = _has_names_of_gpt2(config)
+    config, gpt2 = _usual(config), _has_names_of_gpt2(config)
 
     def number(name: str) -> int:
         return int(config[GPT2.get(name, name) if gpt2 else name])

@@ -35,7 +35,8 @@ ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_FAMILIES = frozenset(
     {
         *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-        *("lfm2", "lfm2_moe", "granitemoehybrid", "bamba", "falcon_h1", "nemotron_h"),
+        *("lfm2", "lfm2_moe", "lfm3", "olmo_hybrid", "kimi_linear"),
+        *("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h"),
     }
 )
 """Model types whose layers with a state are followed through trees, by the kernels."""
@@ -71,7 +72,12 @@ LAYER_TYPES = {
 ALTUP = "its layers pass on several states per token (AltUp), which no back end supports"
 LOOPED = "it runs some layers several times, and caches hold the keys of a layer only once"
 ASSISTANT = "it drafts from the states, keys and values of a Gemma 4 model, which is not supported"
+BOUNDED = (
+    "the decays of its linear attention have a lower bound, and its attention over latents a gate "
+    "for each head, which no back end supports"
+)
 UNREAD = {
+    **dict.fromkeys(("bailing_hybrid",), BOUNDED),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), ALTUP),
     "dory": LOOPED,
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), ASSISTANT),

@@ -15,6 +15,8 @@ class Naming:
     down: Sequence[str] = ("down_proj",)
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of the model's names, and what stands for each in the checkpoint's."""
+    joined: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Ends of the model's names, and those of the pieces whose rows it concatenates."""
 
 
 _MIXTRAL = {".mlp.": ".block_sparse_moe."}
@@ -35,6 +37,12 @@ _LAGUNA = {
 }
 _PHIMOE = {".mlp.router.": ".block_sparse_moe.gate.", ".mlp.": ".block_sparse_moe."}
 _ABOVE_GATE = {".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"}
+_CONVOLUTIONS = {".conv1d.weight": [f".{part}_conv1d.weight" for part in "qkv"]}
+_OLMO_HYBRID = {
+    ".input_layernorm.": ".attention_layer_norm.",
+    ".post_attention_layernorm.": ".feedforward_layer_norm.",
+}
+_KIMI = {**_MIXTRAL, ".self_attn.forget_gate.": ".self_attn."}
 NAMINGS: Mapping[str, Naming] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "glm4_moe", "hunyuan_v1_moe", "gpt_oss"), Naming()),
     **dict.fromkeys(("qwen2_moe", "gpt_bigcode", "dots1", "solar_open", "mellum"), Naming()),
@@ -52,6 +60,9 @@ NAMINGS: Mapping[str, Naming] = {
     "laguna": Naming(renamed=_LAGUNA),
     "phimoe": Naming(("w1", "w3"), ("w2",), _PHIMOE),
     "lfm2_moe": Naming(("w1", "w3"), ("w2",)),
+    "lfm3": Naming(renamed={".self_attn.g_proj.": ".self_attn.gate_proj."}),
+    "olmo_hybrid": Naming(renamed=_OLMO_HYBRID, joined=_CONVOLUTIONS),
+    "kimi_linear": Naming(("w1", "w3"), ("w2",), _KIMI, _CONVOLUTIONS),
     "nemotron_h": Naming(("up_proj",), renamed={"model.": "backbone."}),
 }
 """Model type -> the naming of a model whose tensors are read from pieces."""

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -61,7 +62,12 @@ class Pieces:
     def _of(self, name: str, stored: str) -> Sequence[str]:
         """Return the pieces of a tensor of the model that the checkpoint calls `stored`."""
         found = STACK.match(stored)
-        if stored in self.tensors or found is None:
+        if stored in self.tensors:
+            return [stored]
+        for end, ends in self.naming.joined.items():
+            if stored.endswith(end):
+                return [stored.removesuffix(end) + part for part in ends]
+        if found is None:
             return [stored]
         if f"{stored}{BLOCKS}" in self.tensors:
             return [f"{stored}{BLOCKS}", f"{stored}{EXPONENTS}"]
@@ -81,7 +87,7 @@ class Pieces:
         rows, first = whole.view(-1, shape[-1]), 0
         for piece in pieces:
             part = self.tensors[piece].read(piece)
-            rows[first : first + len(part)] = part
+            rows[first : first + len(part)] = part.view(-1, shape[-1])
             first += len(part)
         return whole
 
@@ -178,6 +184,10 @@ class Pieces:
         if pieces[0].endswith(BLOCKS):
             experts, inputs, outputs = shape
             return zip(pieces, packed_shapes((experts, outputs, inputs)), strict=True)
+        if len(pieces) > 1 and not self._apart(name):  # the last one has the rows that are left
+            firsts = [prod(self.tensors[piece].shape[:1]) for piece in pieces[:-1]]
+            counts = (*firsts, shape[0] - sum(firsts))
+            return ((piece, (n, *shape[1:])) for piece, n in zip(pieces, counts, strict=True))
         if self._apart(name):
             shape = (shape[0] * shape[1] // len(pieces), shape[2])
         return ((piece, shape) for piece in pieces)

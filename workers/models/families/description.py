@@ -94,7 +94,7 @@ class Latent:
     rotated: int
     value_dim: int
     scale: float
-    rope: Rope
+    rope: Rope | None  # None: even those numbers are not rotated
     growth: Growth | None = None
     query: str = "self_attn.q_proj"  # the linear of queries, or of what `query_up` makes queries of
     query_norm: str | None = None
@@ -124,6 +124,8 @@ class StateMixer:
     output: str
     conv: str
     order: Given = Given.IN_ORDER
+    behind: tuple[str, str] | None = None
+    """The linears of the gate and of the decays, which read the last two linears before it."""
     key_heads: int = 1
     value_heads: int = 0
     key_dim: int = 0
@@ -136,6 +138,7 @@ class StateMixer:
     gate_first: bool = False  # True if the norm follows the multiplication by the gate
     epsilon: float = 1e-6
     query_scale: float = 1.0
+    step_factor: float = 1.0  # the factor of steps (after their sigmoid) of the gated delta rule
     factors: tuple[float, float, float, float, float] | None = None
     """The factors of gate, value, key, query and step in the preceding linear's output."""
     limited: str | None = None

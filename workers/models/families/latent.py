@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from dovetail.workers.kernels.states import ScanRule
 from dovetail.workers.models.families.description import (
     Experts,
     Family,
@@ -14,6 +15,7 @@ from dovetail.workers.models.families.description import (
     Norms,
     Rope,
     Router,
+    StateMixer,
     gated,
 )
 from dovetail.workers.models.families.mixtures import corrected_router, experts_of, shared_mlp
@@ -27,7 +29,7 @@ def _attention(config: Any, *, interleaved: bool, growth: Growth | None = None) 
         plain,
         rotated,
         config.v_head_dim,
-        (plain + rotated) ** -0.5 * _stretch(config.rope_parameters),
+        (plain + rotated) ** -0.5 * _stretch(getattr(config, "rope_parameters", None) or {}),
         Rope(interleaved=interleaved),
         growth,
     )
@@ -114,9 +116,41 @@ def _minicpm3(config: Any, index: int) -> LayerSpec:
     )
 
 
+def _kimi_linear(config: Any, index: int) -> LayerSpec:
+    """Attention over latents that rotates nothing, or DeltaNets with a decay for each number of a
+    key; the first layers are dense."""
+    mlp: Mlp | Experts = gated(config.hidden_act)
+    if config.mlp_layer_types[index] == "sparse":
+        mlp = _mixture(config, corrected_router(config))
+    norms = Norms(config.rms_norm_eps)
+    if config.layer_types[index] == "full_attention":
+        return LayerSpec(replace(_attention(config, interleaved=False), rope=None), mlp, norms)
+    heads, width = config.linear_num_heads, config.linear_head_dim
+    names = ("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj")
+    delta = StateMixer(
+        ScanRule.CHANNEL_DELTA,
+        tuple(f"self_attn.{name}" for name in names),
+        "self_attn.o_proj",
+        "self_attn.conv1d",
+        behind=("self_attn.g_b_proj", "self_attn.forget_gate.f_b_proj"),
+        key_heads=heads,
+        value_heads=heads,
+        key_dim=width,
+        value_dim=width,
+        decay="self_attn.forget_gate.A_log",
+        step_bias="self_attn.forget_gate.dt_bias",
+        norm="self_attn.o_norm",
+        norm_width=width,
+        epsilon=config.rms_norm_eps,
+        query_scale=width**-0.5,
+    )
+    return LayerSpec(delta, mlp, norms)
+
+
 FAMILIES = {
     "deepseek_v2": Family(_deepseek_v2),
     "deepseek_v3": Family(_deepseek_v3),
+    "kimi_linear": Family(_kimi_linear),
     "sarvam_mla": Family(_deepseek_v3),
     "glm4_moe_lite": Family(_glm4_moe_lite),
     "axk1": Family(_axk1),

@@ -65,7 +65,7 @@ def matrices_of(spec: LayerSpec) -> Iterator[str]:
     if isinstance(mixer, Latent):
         yield from filter(None, (mixer.query, mixer.query_up, mixer.latent, mixer.output))
     if (state := spec.state) is not None:
-        yield from (*state.given, state.output)
+        yield from (*state.given, *(state.behind or ()), state.output)
     if isinstance(mlp, Experts):
         yield from mlp.around or ()
         mlp = mlp.shared

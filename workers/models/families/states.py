@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from dovetail.workers.kernels.layer_plan import Score
+from dovetail.workers.kernels.layer_plan import HeadNorm, Score
 from dovetail.workers.kernels.states import ScanRule
 from dovetail.workers.models.families.description import (
     GATED,
@@ -27,6 +27,7 @@ from dovetail.workers.models.families.description import (
     gated,
     ungated,
 )
+from dovetail.workers.models.families.llama import ONLY_POST
 from dovetail.workers.models.parity.following import UnsupportedError
 
 
@@ -48,6 +49,31 @@ def _delta(config: Any, given: tuple[str, ...], order: Given) -> StateMixer:
         epsilon=config.rms_norm_eps,
         query_scale=config.linear_key_head_dim**-0.5,
     )
+
+
+def _olmo_hybrid(config: Any, index: int) -> LayerSpec:
+    """OLMo 3's attention, which may rotate nothing, or DeltaNets with norms before the halves."""
+    mlp = gated(config.hidden_act)
+    if config.layer_types[index] == "full_attention":
+        rotates = (config.rope_parameters or {}).get("rope_theta") is not None
+        mixed = attention(
+            config,
+            index,
+            window=0,
+            norms=HEAD_NORMS,
+            norm_place=HeadNorm.WIDE_BEFORE_ROPE,
+            rope=Rope() if rotates else None,
+        )
+        return LayerSpec(mixed, mlp, Norms(config.rms_norm_eps, **ONLY_POST))
+    delta = replace(
+        _delta(config, (), Given.IN_ORDER),
+        given=tuple(f"linear_attn.{name}_proj" for name in "qkvgba"),
+        output="linear_attn.o_proj",
+        norm="linear_attn.o_norm",
+        epsilon=1e-5,
+        step_factor=2.0 if config.linear_allow_neg_eigval else 1.0,
+    )
+    return LayerSpec(delta, mlp, Norms(config.rms_norm_eps))
 
 
 def _qwen(config: Any, index: int, delta: StateMixer, mlp: Mlp | Experts) -> LayerSpec:
@@ -107,6 +133,19 @@ def _lfm2(config: Any, index: int) -> LayerSpec:
     return LayerSpec(
         mixer, LFM2_MLP, Norms(config.norm_eps, pre_mixer="operator_norm", pre_mlp="ffn_norm")
     )
+
+
+def _lfm3(config: Any, index: int) -> LayerSpec:
+    """LFM2 with windows and angles by the type of a layer, gated heads, and norms after halves."""
+    spec = _lfm2(config, index)
+    mixer: Any = spec.attention
+    if (kind := config.layer_types[index]) != "conv":
+        gate = "self_attn.g_proj" if config.use_attention_gate else None
+        mixer = attention(config, index, norms=HEAD_NORMS, rope=Rope(kind), gate=gate)
+    norms = spec.norms
+    if config.use_sandwich_norm:
+        norms = replace(norms, post_mixer="post_operator_norm", post_mlp="post_ffn_norm")
+    return replace(spec, attention=mixer, norms=norms)
 
 
 LFM2_MLP = gated("silu", gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2")
@@ -308,6 +347,8 @@ def _nemotron_experts(config: Any) -> Experts:
 FAMILIES = {
     "lfm2": Family(_lfm2),
     "lfm2_moe": Family(_lfm2_moe),
+    "lfm3": Family(_lfm3),
+    "olmo_hybrid": Family(_olmo_hybrid),
     "qwen3_next": Family(_qwen3_next),
     "qwen3_5_text": Family(_qwen3_5),
     "qwen3_5_moe_text": Family(_qwen3_5_moe),

@@ -105,6 +105,11 @@ class DeviceLayer:
         if self._latent is not None:
             mixed = self._latent.run(rows, given, multiply)
         elif self._scan is not None and plan.beside is None:
+            if plan.scan_gate is not None:
+                ends = given[:, -2 * plan.scan_gate.k :].chunk(2, dim=1)
+                names = ("scan_gate", "scan_decay")
+                made = [multiply(n, x.contiguous()) for n, x in zip(names, ends, strict=True)]
+                given = torch.cat([given, *made], dim=1)
             mixed = self._scan.run(rows.stateful, given)
         else:
             mixed = self._attend(rows, given)

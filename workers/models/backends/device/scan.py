@@ -19,7 +19,7 @@ class Factors:
     """How rows change a state (decay state + key added); keys and queries repeated for value
     heads."""
 
-    decay: Tensor  # [T, value_heads, 1, 1]
+    decay: Tensor  # [T, value_heads, 1 or key_dim, 1]
     key: Tensor  # [T, value_heads, key_dim, 1]
     added: Tensor  # [T, value_heads, 1, value_dim], without the part that depends on the state
 
@@ -61,7 +61,7 @@ class StatePlace:
         columns = (added.stop - added.start) // plan.value_heads
         keys = rows[:, key][:, : plan.key_heads * plan.key_dim]
         return Factors(
-            rows[:, decay][:, : plan.value_heads, None, None],
+            rows[:, decay][:, : plan.decays].view(len(rows), plan.value_heads, -1, 1),
             by_value(plan, keys.reshape(-1, plan.key_heads, plan.key_dim)),
             rows[:, added].view(-1, plan.value_heads, 1, columns)[..., : plan.value_dim],
         )
@@ -80,9 +80,7 @@ class StatePlace:
         wide = self._rows.new_zeros(len(key), of_added.stop - of_added.start)
         wide.view(*added.shape[:3], -1)[..., : added.shape[3]] = added
         self._rows[places, of_added] = wide
-        self._rows[places, of_decay.start : of_decay.start + plan.value_heads] = rows.decay.flatten(
-            1
-        )
+        self._rows[places, of_decay.start : of_decay.start + plan.decays] = rows.decay.flatten(1)
 
     @property
     def _parts(self) -> tuple[slice, slice, slice]:
@@ -126,6 +124,7 @@ class StatefulRows:
 @dataclass(frozen=True)
 class _Given(Factors):
     query: Tensor  # [T, value_heads, key_dim, 1]
+    looking: Tensor  # [T, value_heads, key_dim, 1]: what is looked up in a state
     value: Tensor  # [T, value_heads, value_dim]
     taken: Tensor | None  # [T, value_heads, 1, 1], times what a key reads of the state
 
@@ -165,7 +164,8 @@ class DeviceScan:
             out = given[:, channels : 2 * channels] * mixed
         else:
             factors = self._factors(mixed, given)
-            gates = given[:, channels : channels + plan.value_heads * plan.value_dim]
+            first = channels + (plan.value_heads + 2 * plan.low if plan.low else 0)
+            gates = given[:, first : first + plan.value_heads * plan.value_dim]
             read = self._walk(place, segment, factors, folded, fold)
             out = self._finish(read.flatten(1), gates)
         first = max(0, segment.count - plan.shape.taps + 1) if whole else 0
@@ -199,27 +199,30 @@ class DeviceScan:
 
     def _factors(self, mixed: Tensor, given: Tensor) -> _Given:
         plan = self._plan
-        delta, keys = plan.rule is ScanRule.GATED_DELTA, plan.key_heads * plan.key_dim
+        each = plan.rule is ScanRule.CHANNEL_DELTA
+        delta, keys = each or plan.rule is ScanRule.GATED_DELTA, plan.key_heads * plan.key_dim
         values = plan.value_heads * plan.value_dim
         query, key, value = torch.split(mixed, [keys, keys, values], dim=1)
         query, key = (part.reshape(-1, plan.key_heads, plan.key_dim) for part in (query, key))
         if delta:
             query, key = _normalised(query) * plan.query_scale, _normalised(key)
-        raw = given[:, mixed.shape[1] + values :]
+        raw = given[:, mixed.shape[1] + (0 if each else values) :]
         assert self._decay is not None
         assert self._step_bias is not None
-        step = softplus(raw[:, -plan.value_heads :] + self._step_bias, threshold=80.0)
-        decay = torch.exp(self._decay * step)[..., None, None]
+        step = softplus(raw[:, -plan.decays :] + self._step_bias, threshold=80.0)
+        step = step.view(len(raw), plan.value_heads, -1, 1)
+        decay = torch.exp(self._decay[:, None, None] * step)
         if delta:
-            step = torch.sigmoid(raw[:, : plan.value_heads])
-        value, step = value.reshape(-1, plan.value_heads, plan.value_dim), step[..., None, None]
+            step = plan.step_factor * torch.sigmoid(raw[:, : plan.value_heads])[..., None, None]
+        value, key = value.reshape(-1, plan.value_heads, plan.value_dim), by_value(plan, key)
         return _Given(
             decay,
-            by_value(plan, key),
+            key,
             value.unsqueeze(-2) * step,
             by_value(plan, query),
+            key * decay if each else key,
             value,
-            -step * decay if delta else None,
+            (-step if each else -step * decay) if delta else None,
         )
 
     def _walk(
@@ -291,7 +294,7 @@ class DeviceScan:
         additions."""
         key, added = rows.key[at], rows.added[at]
         if rows.taken is not None:
-            read = (states * key).sum(-2, keepdim=True)
+            read = (states * rows.looking[at]).sum(-2, keepdim=True)
             added = torch.addcmul(added, read, rows.taken[at])
         return _after(key * added, states, rows.decay[at]), added
 
@@ -303,7 +306,8 @@ class DeviceScan:
         return torch.addcmul(read, rows.value[at], self._skip.unsqueeze(-1))
 
     def _finish(self, read: Tensor, gates: Tensor) -> Tensor:
-        plan, gates = self._plan, silu(gates)
+        plan = self._plan
+        gates = torch.sigmoid(gates) if plan.rule is ScanRule.CHANNEL_DELTA else silu(gates)
         if plan.gate_first:
             read = read * gates
         if self._norm is not None:

@@ -241,6 +241,11 @@ def one_of(placed: Placed, index: int) -> Placed:
 
 def _changed(placed: Placed, name: str, facts: Facts, naming: Naming) -> Placed:
     shape = placed.place.shape
+    if len(shape) == 4 and name in naming.single:  # the converter's [1, channels, 1, taps]
+        shape = tuple(size for size in shape if size != 1)
+    if name in naming.boxed:
+        shape = (1, 1, prod(shape), 1)
+    placed = replace(placed, place=replace(placed.place, shape=shape))
     axis, whole = naming.single.get(name), placed.place.name
     if axis is not None and axis < len(shape) and shape[axis] != 1:
         placed = replace(placed, single=axis)

@@ -226,7 +226,7 @@ def deepseek2(facts: Facts) -> Configuration:
     if score not in (SOFTMAX, SIGMOID) or corrected != (score == SIGMOID):
         said = "with" if corrected else "without"
         raise facts.refusal(f"its experts are chosen by gating function {score} {said} corrections")
-    found = {**_latents(facts), **experts_of(facts, score)}
+    found = {**latents_of(facts), **experts_of(facts, score)}
     groups = facts.whole("expert_group_count", 1)
     normalised = facts.truth("expert_weights_norm", False)
     found |= {
@@ -254,16 +254,16 @@ def _youtu(facts: Facts) -> Configuration:
     for key in ("expert_used_count", "expert_shared_count", "expert_feed_forward_length"):
         facts.whole(key, 0)
     return {
-        **_latents(facts),
+        **latents_of(facts),
         "model_type": "youtu",
         "hidden_act": "silu",
         "intermediate_size": facts.whole("feed_forward_length"),
     }
 
 
-def _latents(facts: Facts, width: int | None = None) -> Configuration:
-    """Attention over latents, rotated in pairs of neighbours. Older files give heads' widths under
-    the keys that others use for latents."""
+def latents_of(facts: Facts, width: int | None = None) -> Configuration:
+    """Return the sizes of attention over latents, rotated in pairs of neighbours. Older files give
+    heads' widths under the keys that others use for latents."""
     heads, rotated = facts.whole(HEADS), facts.whole("rope.dimension_count")
     rank = facts.whole("attention.kv_lora_rank")
     keys, values = (
@@ -273,14 +273,15 @@ def _latents(facts: Facts, width: int | None = None) -> Configuration:
     if "attention.key_length_mla" in facts:
         keys = facts.whole("attention.key_length_mla")
         values = facts.whole("attention.value_length_mla")
-    facts.whole(KV_HEADS, heads)  # latents have one head
+    if not facts.is_list(KV_HEADS):  # 0 for layers without latents
+        facts.whole(KV_HEADS, heads)  # latents have one head
     if min(heads, rotated, keys - rotated, values) < 1:
         raise facts.refusal(f"it has {heads} heads of {keys}, of which {rotated} are rotated")
     rope = rotation(facts, rotated)
     if rope["rope_type"] == "yarn":  # the file has a tenth of it, and one number for both
         magnitude = round(10 * facts.positive("rope.scaling.yarn_log_multiplier"), 6)
         rope |= {"mscale": magnitude, "mscale_all_dim": magnitude}
-    asked = "blk.0.attn_q_a.weight" in facts.tensors
+    asked = any(name.endswith(".attn_q_a.weight") for name in facts.tensors)
     query_rank = facts.whole("attention.q_lora_rank", 0)
     return {
         **everywhere(facts),
@@ -380,7 +381,7 @@ def minicpm3(facts: Facts) -> Configuration:
     """Attention over latents without experts; its factors are constants of llama.cpp."""
     width = prod(facts.need("blk.0.attn_output.weight").shape[1:]) // max(1, facts.whole(HEADS))
     return {
-        **_latents(facts, width),
+        **latents_of(facts, width),
         "model_type": "minicpm3",
         "hidden_act": "silu",
         "intermediate_size": facts.whole("feed_forward_length"),

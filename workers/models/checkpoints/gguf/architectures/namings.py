@@ -52,6 +52,7 @@ class Naming:
     """Tensors of a layer, with their ends, that have no counterpart in transformers."""
     single: Mapping[str, int] = field(default_factory=dict)
     """Tensors of a layer that have one dimension more in transformers, of one number, and which."""
+    boxed: Sequence[str] = ()  # tensors of a layer that are [1, 1, heads, 1] in transformers
     flat: Sequence[str] = ()  # tensors of a layer that have one dimension in transformers
     logarithms: Sequence[str] = ()
     """Tensors of which transformers has the logarithms of the negatives, with their ends."""
@@ -253,6 +254,14 @@ _LFM2_OUTSIDE = {
 }
 
 
+_KIMI = {
+    **_under("self_attn", ssm_beta="b_proj", ssm_g_a="g_a_proj", ssm_g_b="g_b_proj"),
+    **_under("self_attn.forget_gate", ssm_f_a="f_a_proj", ssm_f_b="f_b_proj"),
+    **_under("self_attn", ssm_norm="o_norm"),
+}
+_KIMI_CONVOLUTIONS = {f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"}
+
+
 NAMINGS: Mapping[str, Naming] = {
     **dict.fromkeys(
         ("llama", "granite", "smollm3", "mistral3", "internlm2", "minicpm"),
@@ -415,6 +424,20 @@ NAMINGS: Mapping[str, Naming] = {
     ),
     "deepseek2": Naming(
         {**NORMS, **MLP, **_SHARED_EXPERTS, **LATENT}, experts=GATED, bare=_CORRECTED, latents=True
+    ),
+    "kimi-linear": Naming(
+        {**LLAMA, **LATENT, **_SHARED_EXPERTS, **_KIMI, **_KIMI_CONVOLUTIONS},
+        experts=MIXTRAL,
+        expert_part="block_sparse_moe",
+        bare={
+            **_CORRECTED,
+            "ssm_a": "self_attn.forget_gate.A_log",
+            "ssm_dt.bias": "self_attn.forget_gate.dt_bias",
+        },
+        single=dict.fromkeys(_KIMI_CONVOLUTIONS, 1),
+        boxed=("ssm_a",),
+        logarithms=("ssm_a",),
+        latents=True,
     ),
     "ernie4_5-moe": Naming(
         {**LLAMA, **_SHARED_EXPERTS},

@@ -44,6 +44,7 @@ CONFIGURATIONS: Mapping[str, Callable[[Facts], Configuration]] = {
     "hy_v3": mixtures.hy_v3,
     "internlm2": dense.llama,
     "jais2": plain("jais2", "relu2", ATTENTION_BIAS | MLP_BIAS, epsilon="layer_norm_eps"),
+    "kimi-linear": states.kimi_linear,
     "lfm2": states.lfm2,
     "lfm2moe": states.lfm2moe,
     "llama": dense.llama,

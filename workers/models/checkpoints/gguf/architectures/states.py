@@ -16,6 +16,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.mixtures import (
     SHARED,
     SIGMOID,
     experts_of,
+    latents_of,
     shared_width,
 )
 from dovetail.workers.models.checkpoints.gguf.facts import KV_HEADS, Facts
@@ -162,6 +163,34 @@ def granitehybrid(facts: Facts) -> Configuration:
         "num_local_experts": experts,
         "num_experts_per_tok": used,
         "shared_intermediate_size": facts.whole("expert_shared_feed_forward_length", width),
+    }
+
+
+def kimi_linear(facts: Facts) -> Configuration:
+    """Unrotated attention over latents where layers have a key head, else KDA with as many heads;
+    the first layers are dense."""
+    found = {**latents_of(facts), **experts_of(facts, SIGMOID)}
+    rotated = ("rope_parameters", "rope_interleave", "head_dim")
+    dense = facts.whole("leading_dense_block_count", 0)
+    if not facts.truth("expert_weights_norm", True):
+        raise facts.refusal("its experts' shares are not normalised")
+    return {
+        **{name: value for name, value in found.items() if name not in (*rotated, "num_experts")},
+        "model_type": "kimi_linear",
+        "pad_token_id": None,
+        "num_local_experts": found["num_experts"],
+        "intermediate_size": facts.whole("feed_forward_length"),
+        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
+        "n_shared_experts": facts.whole("expert_shared_count"),
+        "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": True,
+        "n_group": facts.whole("expert_group_count", 1),
+        "topk_group": facts.whole("expert_group_used_count", 1),
+        "layer_types": [FULL if count else LINEAR for count in _key_heads(facts)],
+        "mlp_layer_types": ["sparse" if at >= dense else "dense" for at in range(facts.layers)],
+        "linear_num_heads": found["num_attention_heads"],
+        "linear_head_dim": facts.whole("kda.head_dim"),
+        "linear_conv_kernel_dim": facts.whole("ssm.conv_kernel"),
     }
 
 
