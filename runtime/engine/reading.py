@@ -19,6 +19,9 @@ LATENCY = 3.0
 """The longest round with chunks, as a multiple of one without any, unless `latency_ms` is set: a
 prompt then has up to two thirds of the target's time while streams run."""
 LEAST_ROWS = 8  # minimum rows of logs in a pass, so that prompts make progress under any bound
+AHEAD_ROWS = 64
+"""Most rows of the log of a session that is about to move: its old target may have the same cores,
+and computing so many rows in a layer is not interrupted."""
 AT_ONCE = 4
 """The number of logs that share the rows of a chunk, so that a long prompt does not block short
 ones."""
@@ -45,6 +48,8 @@ def share(
         return [0]  # opened now, and read in the passes of other sessions
     if others:
         most = min(most, max(LEAST_ROWS, _rows_beside(worker, items, others, latency_ms)))
+    if all(running[session].reads_for is not None for session in own):
+        most = min(most, AHEAD_ROWS)
     first = in_order(worker, logs, running, now_ns)
     rows = shares([logs[place].left for place in first], most, at_once=AT_ONCE)
     given = dict(zip(first, rows, strict=True))

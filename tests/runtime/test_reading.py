@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.messages import Open, VerifyItem
 from dovetail.runtime.costs.reading import FIRST_ROWS, ReadingCosts, reading_order, shares
-from dovetail.runtime.engine.reading import LATENCY, observe_pass, share
+from dovetail.runtime.engine.reading import AHEAD_ROWS, LATENCY, observe_pass, share
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.fleet.peers import Pass, Worker
 from dovetail.runtime.fleet.scheduler import Rest, Turns
@@ -105,11 +105,15 @@ def worker(role: str) -> Worker:
     return one
 
 
-def rows_beside(reader: Worker, target: Worker, *, verifies: bool, latency_ms: Any = "auto") -> int:
-    """The rows of a long log that are read next, beside one stream."""
+def rows_beside(
+    reader: Worker, target: Worker, *, verifies: bool, latency_ms: Any = "auto", moves: bool = False
+) -> int:
+    """The rows of a long log that are read next, beside one stream; `moves`: alone, before one
+    moves here."""
     about = SimpleNamespace(length=100, request=SimpleNamespace(owner=""), number=STREAM)
     about.accounts = SimpleNamespace(began_ns=0)
-    stream = SimpleNamespace(decoding=True, target=target, draft=reader, session=about)
+    stream = SimpleNamespace(decoding=not moves, target=target, draft=reader, session=about)
+    stream.reads_for = stream if moves else None
     item = VerifyItem(session=STREAM, round=1, prefix=100, tokens=(), parents=())
     command = Open.model_construct(session=NEWCOMER, prompt=(3,) * 2000)
     unread = Rest(command, 0)
@@ -124,6 +128,11 @@ def test_a_round_with_a_chunk_takes_three_rounds_at_most_or_its_pass_what_is_set
     assert 0.0 <= (LATENCY - 1.0) * ROUND_S - within_s < 1.01 * ROW_S
     within_s = rows_beside(target, target, verifies=True, latency_ms=30) * ROW_S
     assert within_s == pytest.approx(0.03 - PASS_S, abs=ROW_S)
+
+
+def test_the_log_of_a_session_that_will_move_is_read_in_small_chunks() -> None:
+    target = worker("target")
+    assert rows_beside(target, target, verifies=False, moves=True) == AHEAD_ROWS < 256
 
 
 def test_a_chunk_in_a_pass_of_its_own_takes_what_streams_spend_elsewhere_meanwhile() -> None:
