@@ -26,7 +26,7 @@ WIDER = {"minicpm3": LATENT, "youtu": LATENT}
 """Sizes for models that are so small else that what is missing to whole vectors shows."""
 EVERYDAY = (
     *("apertus", "gpt_bigcode", "gpt_neox", "gemma4_text small", "gpt_oss", "phi4_multimodal"),
-    "qwen3_moe",
+    *("dbrx", "opt", "qwen3_moe"),
 )
 
 

@@ -20,7 +20,12 @@ from dovetail.workers.models.backends.staged import ResidentDraft, Staged
 from dovetail.workers.models.checkpoints.architecture import REMEDY
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.checkpoints.configured import decoder_layers, said_by, why_refused
+from dovetail.workers.models.checkpoints.configured import (
+    decoder_layers,
+    fields_of,
+    said_by,
+    why_refused,
+)
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import Tensor, read_tensors
@@ -178,7 +183,7 @@ def _open_back_end(
 ) -> BackEnd:
     if kernels and wanted.stage is not None:
         matrices = Matrices(linear_shapes(model), expert_shapes(model), tensors)
-        staging = wanted.stage(model.config.to_dict(), wanted.weights, matrices)
+        staging = wanted.stage(fields_of(model.config), wanted.weights, matrices)
         opened = Staged if staging.draft is None else ResidentDraft
         return opened(
             model,

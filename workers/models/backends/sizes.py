@@ -267,7 +267,10 @@ def has_sizes(config: Mapping[str, Any]) -> bool:
 
 def _units(config: Mapping[str, Any]) -> Any:
     """The units of an MLP, or of an expert where a layer has no MLP next to its experts."""
-    return config.get("intermediate_size") or config.get("moe_intermediate_size")
+    names = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size")
+    parts = config, config.get("ffn_config")
+    found = (part.get(name) for part in parts if isinstance(part, Mapping) for name in names)
+    return next(filter(None, found), None)
 
 
 def _has_names_of_gpt2(config: Mapping[str, Any]) -> bool:
@@ -454,7 +457,10 @@ LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
 """The sizes of attention over latents, by their names in a config.json."""
 
 UNGATED = frozenset(
-    {*("apertus", "arcee", "gpt_neox", "jais2"), *("nemotron", "nemotron_h", "phi", "starcoder2")}
+    {
+        *("apertus", "arcee", "gpt_neox", "jais2"),
+        *("nemotron", "nemotron_h", "opt", "phi", "starcoder2"),
+    }
 )
 """Model types, of those with names like Llama's, whose MLP has no gate."""
 

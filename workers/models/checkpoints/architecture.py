@@ -186,6 +186,12 @@ def refuse_config(config: Any, model_class: Any, file: Path) -> None:
             raise refused(f"cannot be decoded here: {why}")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise bidirectional(config, "use_bidirectional_attention", file)
+    base = getattr(getattr(config, "attn_config", None), "rope_theta", None)
+    if base is not None and base != (used := config.rope_parameters["rope_theta"]):
+        raise CheckpointError(
+            f"{file} has rope_theta {base} in attn_config, where transformers "
+            f"does not read it and takes {used}; add rope_theta {base} to rope_parameters"
+        )
 
 
 def bidirectional(config: Any, field: str, file: Path) -> CheckpointError:

@@ -18,6 +18,7 @@ from dovetail.workers.kernels.exact import ExactPowers
 from dovetail.workers.models import attention, transformers
 from dovetail.workers.models.checkpoints.architecture import (
     REMEDY,
+    SIZES,
     bidirectional,
     refuse_config,
     refuse_content,
@@ -88,9 +89,17 @@ def read_config(file: Path) -> Any:
 
 def full_config(file: Path) -> dict[str, Any]:
     """Return config.json's fields with transformers' defaults; errors as of `read_config`."""
-    fields: dict[str, Any] = read_config(file).to_dict()
+    fields = fields_of(read_config(file))
     kind = fields.get("dtype")
     return {**fields, "dtype": kind and str(kind).removeprefix("torch.")}
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """Return a configuration's fields, its sizes also by the names that most have, unless they are
+    GPT-2's."""
+    fields: dict[str, Any] = config.to_dict()
+    named = () if "n_embd" in fields else SIZES
+    return {name: getattr(config, name) for name in named if hasattr(config, name)} | fields
 
 
 def built(config: Any, file: Path) -> Any:

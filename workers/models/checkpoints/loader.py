@@ -373,7 +373,11 @@ def linear_shapes(model: Any) -> list[tuple[int, int]]:
 
 
 def expert_shapes(model: Any) -> list[tuple[int, int]]:
-    """Return [out, in] of every expert's linears, from stacks [experts, out, in]."""
+    """Return [out, in] of every expert's linears, from stacks [experts, out, in]; DBRX has none."""
+    if (flat := getattr(model.config, "ffn_config", None)) is not None:
+        hidden, units = model.config.hidden_size, flat.ffn_hidden_size
+        count = model.config.num_hidden_layers * flat.moe_num_experts
+        return [(2 * units, hidden), (hidden, units)] * count
     return [
         (int(tensor.shape[1]), int(tensor.shape[2]))
         for name, tensor in model.named_parameters()
