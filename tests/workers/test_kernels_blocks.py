@@ -26,6 +26,8 @@ pytestmark = [
 every_format = pytest.mark.parametrize("kind", BLOCKED, ids=lambda kind: kind.name)
 N, K = 83, 512  # no multiple of a vector's outputs; two blocks of the largest
 MOST = 64
+WRAPPING = (Type.Q6_K, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS)
+"""Types whose sums of products in 16 bits may wrap around before they are whole."""
 
 
 def blocks_of(kind: Type, n: int = N, k: int = K) -> tuple[np.ndarray, np.ndarray]:
@@ -140,6 +142,23 @@ def test_the_smallest_and_largest_rows_and_sums_half_way_between_two_floats_have
         for first, end in ((0, 7), (2, 3), (3, 5), (5, 6)):
             found = matrix.linear(x[first:end])
             assert found.numpy().tobytes() == expected[first:end].numpy().tobytes(), isa.name
+
+
+@pytest.mark.parametrize("kind", WRAPPING, ids=lambda kind: kind.name)
+def test_the_largest_sums_have_the_same_bytes(kind: Type) -> None:
+    """All codes and inputs as large as they can be, and all products of one sign."""
+    data = blocks_of(kind)[0].copy()
+    size = KINDS[kind].size
+    data.reshape(N, -1, size)[:, :, 2 : min(size, 192)] = np.arange(N).reshape(N, 1, 1) % 2 * 255
+    matrix = BlockMatrix(Kind.BLOCKS, [Part(kind, N)], K)
+    matrix.pack_part(0, data)
+    x = torch.from_numpy(gguf.quants.dequantize(data, kind)[:9]).sign()
+    kernels.use_isa(Isa.PLAIN)
+    expected = matrix.linear(x)
+    assert expected[0, 0] > 0 and expected[1, 1] > 0
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        assert torch.equal(matrix.linear(x), expected), isa.name
 
 
 @every_format

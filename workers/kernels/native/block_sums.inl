@@ -127,8 +127,9 @@ static inline Codes codes_of(const char* codes) {
     }
 }
 
-// The codebook entries of a block, in the form of `fours` in blocks.h.
+// The codebook entries of a block, in the form of `fours` in blocks.h, or with the choice of input j + 4 from bit SECOND_CHOICE on.
 #if defined(DT_AVX512)
+constexpr int SECOND_CHOICE = 2;
 // Looks up twice 32 words of a table by indices of BITS bits; bits of F's indices above the eighth are in `above`, those of the first entry from bit FIRST on.
 template <class F, int BITS, int FIRST>
 static DT_INLINE void words_at(const uint16_t* table, const __m512i (&index)[2], __m512i above, __m512i (&to)[2]) {
@@ -173,6 +174,7 @@ static DT_INLINE void entries_of(const char* codes, Codes* to) {
     entries_of<F>(codes, above, to);
 }
 #else
+constexpr int SECOND_CHOICE = 4;
 // Sixteen entries; at(lane) is the index of one. On many processors single loads are faster than gathers.
 template <class At>
 static DT_INLINE Codes entries_at(const uint32_t* fours, const At& at) {
@@ -231,10 +233,11 @@ static DT_INLINE void entries_of(const char* codes, Codes* to) {
 template <class F, int STEP = 0>
 static DT_INLINE void unpack_choices(const Codes* entries, const char* signs, Codes* to) {
     if constexpr (STEP < STEPS) {
-        Codes own;
-        if constexpr (F::BITS == 3) own = only(entries[STEP], 7);
-        else if constexpr (STEP % 2 == 0) own = only(entries[STEP / 2], 3);
-        else own = only(down<2>(entries[STEP / 2]), 3);
+        Codes own = entries[F::BITS == 3 ? STEP : STEP / 2];
+        if constexpr (F::BITS == 2 && STEP % 2 == 1) own = down<SECOND_CHOICE>(own);
+#if defined(DT_AVX512) || defined(DT_NEON)
+        own = only(own, F::BITS == 3 ? 7 : 3);  // elsewhere a look-up ignores what stands above the choice
+#endif
         to[STEP] = look_up(either(own, plane_at<1, 3, STEP>(signs)), dovetail::numbers_of<F>());
         unpack_choices<F, STEP + 1>(entries, signs, to);
     }
@@ -259,6 +262,8 @@ static inline Signed as_signed(Codes w) { return {_mm512_abs_epi8(w.v), _mm512_m
 static inline Pairs products(Codes w, Four x) { return {_mm512_maddubs_epi16(w.v, x.v)}; }
 static inline Pairs products(Signed w, Four x) { return {_mm512_maddubs_epi16(w.size, _mm512_mask_sub_epi8(x.v, w.negative, _mm512_setzero_si512(), x.v))}; }
 static inline Pairs add(Pairs a, Pairs b) { return {_mm512_add_epi16(a.v, b.v)}; }
+static inline Four both(Four a, Four b) { return {_mm512_add_epi16(a.v, b.v)}; }
+static inline Pairs less(Pairs a, Four b) { return {_mm512_sub_epi16(a.v, b.v)}; }
 static inline I16 added(Pairs a) { return {_mm512_madd_epi16(a.v, _mm512_set1_epi16(1))}; }
 static DT_INLINE void hold(Pairs& p) { asm("" : "+v"(p.v)); }
 #define DT_PAIRS 1
@@ -273,6 +278,8 @@ static inline Pairs products(Signed w, Four x) {
     return {_mm256_maddubs_epi16(w.size.a, _mm256_sign_epi8(x.v, w.w.a)), _mm256_maddubs_epi16(w.size.b, _mm256_sign_epi8(x.v, w.w.b))};
 }
 static inline Pairs add(Pairs p, Pairs q) { return {_mm256_add_epi16(p.a, q.a), _mm256_add_epi16(p.b, q.b)}; }
+static inline Four both(Four x, Four y) { return {_mm256_add_epi16(x.v, y.v)}; }
+static inline Pairs less(Pairs p, Four x) { return {_mm256_sub_epi16(p.a, x.v), _mm256_sub_epi16(p.b, x.v)}; }
 static inline I16 added(Pairs p) {
     const __m256i ones = _mm256_set1_epi16(1);
     return {_mm256_madd_epi16(p.a, ones), _mm256_madd_epi16(p.b, ones)};
@@ -328,9 +335,15 @@ constexpr int middle_of() { return dovetail::signed_codes<F>() ? SIGNED_MIDDLE :
 constexpr int power_of(int middle) { return middle <= 1 ? 0 : 1 + power_of(middle / 2); }
 
 #if DT_PAIRS
+// Whether sums of pairs may pass 16 bits before the middle is taken away: they wrap around, and are right again after it.
+template <class F>
+constexpr bool wraps() { return PAIR_SUMS > 0 && (F::MIDDLE == 64 || F::MIDDLE == 32); }
 // How many steps fit into sums of pairs in 16 bits.
 template <class F>
-constexpr int together() { return dovetail::signed_codes<F>() ? 1 : F::MOST <= 15 ? 8 : F::MOST <= 31 ? 4 : F::MOST <= 63 ? 2 : 1; }
+constexpr int together() {
+    if (wraps<F>()) return F::MIDDLE == 64 ? 2 : 4;
+    return dovetail::signed_codes<F>() ? 1 : F::MOST <= 15 ? 8 : F::MOST <= 31 ? 4 : F::MOST <= 63 ? 2 : 1;
+}
 
 // Steps from FIRST on; those before it that are still in 16 bits are in `pairs`.
 template <class F, int FIRST, int STEP, int END, int R>
@@ -347,12 +360,18 @@ static DT_INLINE void add_steps_of(const char* codes, const char* x, Pairs (&pai
 #endif
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            const Pairs found = products(factors, four(x + input_at(STEP, r, R)));
-            pairs[r] = TURN == 0 ? found : add(pairs[r], found);
-            hold(pairs[r]);
-            if constexpr (TURN == together<F>() - 1 || STEP == END - 1) {
-                sums[r] = pinned(STEP - TURN == FIRST ? added(pairs[r]) : iadd(sums[r], added(pairs[r])));
+            Pairs found = products(factors, four(x + input_at(STEP, r, R)));
+            if constexpr (TURN > 0) found = add(pairs[r], found);
+            if constexpr (TURN < together<F>() - 1 && STEP < END - 1) {
+                hold(found);
+                pairs[r] = found;
+                continue;
             }
+#if !defined(DT_SSE)
+            constexpr int64_t LESS = STEPS + 4 + STEP / 2;
+            if constexpr (wraps<F>()) found = less(found, both(four(x + input_at(LESS, r, R)), four(x + input_at(F::MIDDLE == 64 ? LESS : LESS - 1, r, R))));
+#endif
+            sums[r] = pinned(STEP - TURN == FIRST ? added(found) : iadd(sums[r], added(found)));
         }
         add_steps_of<F, FIRST, STEP + 1, END, R>(codes, x, pairs, sums);
     }
@@ -415,7 +434,8 @@ static DT_INLINE void sums_of(const char* codes, const char* x, const I16 (&less
         add_steps_of<F, FIRST, FIRST, END, R>(codes, x, pairs, sums);
     }
 #pragma GCC unroll 8
-    for (int r = 0; MIDDLE > 0 && r < R; r++) sums[r] = iadd(sums[r], times_power(less[r], power_of(MIDDLE)));
+    for (int r = 0; r < R; r++)
+        if constexpr (MIDDLE > 0 && !wraps<F>()) sums[r] = iadd(sums[r], times_power(less[r], power_of(MIDDLE)));
 #else
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) sums[r] = MIDDLE > 0 ? times_power(less[r], power_of(MIDDLE)) : iset1(0);

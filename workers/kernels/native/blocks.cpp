@@ -23,8 +23,8 @@ constexpr Book book(const char (&text)[COUNT], uint32_t base) {
         }
         number += static_cast<uint32_t>(text[i] < 'a' ? text[i] - 'A' : text[i] - 'a' + 26);
         uint32_t rest = number, fours = 0, words = 0;
-        for (int j = 0; rest > 0; j++, rest /= base) fours |= rest % base << (8 * (j % 4) + 2 * (j / 4));
-        for (int j = 0; j < 4; j++) words |= (fours >> 8 * j & 15) << 4 * (j % 2 * 2 + j / 2);
+        for (int j = 0; rest > 0; j++, rest /= base) fours |= rest % base << (8 * (j % 4) + 4 * (j / 4));
+        for (int j = 0; j < 4; j++) words |= ((fours >> 8 * j & 15) | (fours >> 8 * j & 0xf0) >> 2) << 4 * (j % 2 * 2 + j / 2);
         made.fours[found] = fours, made.words[found++] = static_cast<uint16_t>(words);
     }
     return made;
@@ -165,7 +165,7 @@ inline void choose(const uint8_t* signs, int count, Taken& to) {
     constexpr int EACH = entry_inputs<F>();
     for (int i = 0; i < count; i++) {
         const int at = i % EACH;
-        const uint32_t choice = book_of<F>().fours[to.indices[i / EACH]] >> (8 * (at % 4) + 2 * (at / 4)) & (EACH == 8 ? 3 : 7);
+        const uint32_t choice = book_of<F>().fours[to.indices[i / EACH]] >> (8 * (at % 4) + 4 * (at / 4)) & (EACH == 8 ? 3 : 7);
         to.codes[i] = static_cast<uint8_t>(choice | (signs[i / 8] >> i % 8 & 1) << 3);
     }
 }

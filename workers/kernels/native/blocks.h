@@ -52,7 +52,7 @@ struct IQ4_NL { static constexpr int TYPE = 20, NUMBERS = 32, SIZE = 18, BITS = 
 struct IQ4_XS { static constexpr int TYPE = 23, NUMBERS = 256, SIZE = 136, BITS = 4, MIDDLE = 0, MOST = 0; static constexpr Scales SCALES = BYTE; };
 struct IQ2_XXS { static constexpr int TYPE = 16, NUMBERS = 256, SIZE = 66, BITS = 2, MIDDLE = 64, MOST = 107; static constexpr Scales SCALES = NIBBLE; };
 struct IQ2_XS { static constexpr int TYPE = 17, NUMBERS = 256, SIZE = 74, BITS = 2, MIDDLE = 64, MOST = 107; static constexpr Scales SCALES = NIBBLES; };
-struct IQ3_XXS { static constexpr int TYPE = 18, NUMBERS = 256, SIZE = 98, BITS = 3, MIDDLE = 64, MOST = 126; static constexpr Scales SCALES = NIBBLE; };
+struct IQ3_XXS { static constexpr int TYPE = 18, NUMBERS = 256, SIZE = 98, BITS = 3, MIDDLE = 32, MOST = 63; static constexpr Scales SCALES = NIBBLE; };
 struct IQ3_S { static constexpr int TYPE = 21, NUMBERS = 256, SIZE = 110, BITS = 3, MIDDLE = 16, MOST = 31; static constexpr Scales SCALES = NIBBLE; };
 struct IQ2_S { static constexpr int TYPE = 22, NUMBERS = 256, SIZE = 82, BITS = 2, MIDDLE = 64, MOST = 107; static constexpr Scales SCALES = NIBBLES; };
 struct MXFP4 { static constexpr int TYPE = 39, NUMBERS = 32, SIZE = 17, BITS = 4, MIDDLE = 16, MOST = 28; static constexpr Scales SCALES = POWER; };
@@ -74,10 +74,10 @@ constexpr int entries() { return (int)WIDTH / entry_inputs<F>(); }
 template <class F>
 constexpr int high_bits() { return has_book<F>() ? (index_bits<F>() - 8) * entries<F>() : 0; }
 template <class F>
-constexpr float unit_of() { return F::TYPE == IQ3_XXS::TYPE ? 0.5f : F::TYPE == IQ3_S::TYPE ? 2.0f : 0.25f; }
+constexpr float unit_of() { return F::TYPE == IQ3_XXS::TYPE ? 1.0f : F::TYPE == IQ3_S::TYPE ? 2.0f : 0.25f; }
 
-// The entries of a codebook. A nibble is the choice of an input, for IQ2 plus four times that of the input four after it; `fours` has that of input j in byte j,
-// `words` those of the inputs 0, 2, 1 and 3 side by side.
+// The entries of a codebook. `fours` has the choice of input j in byte j, and from bit 4 on that of input j + 4 (IQ2);
+// `words` the choices of the inputs 0, 2, 1 and 3 in four bits each, for IQ2 plus four times those of the inputs four after them.
 struct Book {
     uint16_t words[1024];
     uint32_t fours[1024];
@@ -88,11 +88,12 @@ inline const Book& book_of() {
     return F::TYPE == IQ2_XXS::TYPE ? IQ2_XXS_BOOK : F::TYPE == IQ2_XS::TYPE ? IQ2_XS_BOOK : F::TYPE == IQ2_S::TYPE ? IQ2_S_BOOK : F::TYPE == IQ3_XXS::TYPE ? IQ3_XXS_BOOK : IQ3_S_BOOK;
 }
 
-// The numbers that codes stand for, plus the MIDDLE if any; null: they stand for themselves. With a codebook: those of the choices, then of the same with a minus.
+// The numbers that codes stand for, plus the MIDDLE if any; null: they stand for themselves. With a codebook: those of the choices, then of the same with a
+// minus; half of them for IQ3_XXS, whose unit is twice as large.
 alignas(16) constexpr int8_t IQ4_NUMBERS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 alignas(16) constexpr int8_t MXFP4_NUMBERS[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 alignas(16) constexpr int8_t IQ2_NUMBERS[16] = {72, 89, 107, 0, 72, 89, 107, 0, 56, 39, 21, 0, 56, 39, 21, 0};
-alignas(16) constexpr int8_t IQ3_XXS_NUMBERS[16] = {68, 76, 84, 92, 100, 108, 116, 126, 60, 52, 44, 36, 28, 20, 12, 2};
+alignas(16) constexpr int8_t IQ3_XXS_NUMBERS[16] = {34, 38, 42, 46, 50, 54, 58, 63, 30, 26, 22, 18, 14, 10, 6, 1};
 alignas(16) constexpr int8_t IQ3_S_NUMBERS[16] = {17, 19, 21, 23, 25, 27, 29, 31, 15, 13, 11, 9, 7, 5, 3, 1};
 template <class F>
 constexpr const int8_t* numbers_of() {

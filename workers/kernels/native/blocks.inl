@@ -13,10 +13,16 @@ namespace DT_NS {
 
 // Packed x: numbers of four bytes of a row and block, and the byte where a step of a row of a tile begins.
 #if defined(DT_SSE)
+constexpr int PAIR_SUMS = 0;
 constexpr int64_t BLOCK_VALUES = 4 * dovetail::STEPS;
 constexpr int64_t input_at(int64_t step, int64_t row, int64_t) { return 4 * (step + BLOCK_VALUES * row); }
 #else
-constexpr int64_t BLOCK_VALUES = dovetail::STEPS + 4;
+#if defined(DT_AVX2) || (defined(DT_AVX512) && !defined(DT_VNNI))
+constexpr int PAIR_SUMS = dovetail::STEPS / 2;
+#else
+constexpr int PAIR_SUMS = 0;
+#endif
+constexpr int64_t BLOCK_VALUES = dovetail::STEPS + 4 + PAIR_SUMS;
 constexpr int64_t input_at(int64_t step, int64_t row, int64_t rows) { return 4 * (step * rows + row); }
 #endif
 
@@ -91,7 +97,8 @@ struct Walker {
 
 #endif
 
-// ---- packed x: for each tile and block the int8 values [step][row of the tile], then D, E, -X, and -X of the first 16 for each row. Without fused products
+// ---- packed x: for each tile and block the int8 values [step][row of the tile], then D, E, -X, and -X of the first 16 for each row. Where products are summed in
+// 16 bits also 32 times the sum of the inputs 0 and 1 of each two steps, and of the inputs 2 and 3, in 16 bits (see `wraps`). Without fused products
 // each row has all of this to itself, then D and E as doubles, D negative where sums might not be normal floats, and the values in 16 bits: 0 and 2 of each
 // step, and 1 and 3.
 
@@ -124,6 +131,11 @@ static void pack_block(const float* x, char* packed, int64_t height, int64_t row
     memcpy(packed + 4 * ((STEPS + 1) * height + row), about + 1, 4);
     memcpy(packed + 4 * ((STEPS + 2) * height + row), &whole, 4);
     memcpy(packed + 4 * ((STEPS + 3) * height + row), &half, 4);
+    for (int i = 0; i < PAIR_SUMS; i++) {
+        const int32_t* const v = values + 8 * i;
+        const int16_t pairs[2] = {(int16_t)(32 * (v[0] + v[1] + v[4] + v[5])), (int16_t)(32 * (v[2] + v[3] + v[6] + v[7]))};
+        memcpy(packed + 4 * ((STEPS + 4 + i) * height + row), pairs, 4);
+    }
 #if defined(DT_SSE)
     // All numbers of a sum are multiples of 2^-27, as scales are, times the last bit of D: zero, or normal. No weight is larger than 2^24.
     const bool normal = about[0] == 0 || (about[0] >= 0x1p-76f && about[0] <= 0x1p60f);
