@@ -120,6 +120,8 @@ HALVES = {
     Type.Q6_K: (208,),
     Type.IQ4_NL: (0,),
     Type.IQ4_XS: (0,),
+    Type.TQ1_0: (52,),
+    Type.TQ2_0: (64,),
     **dict.fromkeys((Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S), (0,)),
 }
 """Offsets of the 16-bit scales in a block, in bytes."""

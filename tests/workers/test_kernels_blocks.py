@@ -148,7 +148,7 @@ def test_the_smallest_and_largest_rows_and_sums_half_way_between_two_floats_have
 def test_the_largest_sums_have_the_same_bytes(kind: Type) -> None:
     """All codes and inputs as large as they can be, and all products of one sign."""
     data = blocks_of(kind)[0].copy()
-    size = KINDS[kind].size
+    size = KINDS[kind].size_bytes
     data.reshape(N, -1, size)[:, :, 2 : min(size, 192)] = np.arange(N).reshape(N, 1, 1) % 2 * 255
     matrix = BlockMatrix(Kind.BLOCKS, [Part(kind, N)], K)
     matrix.pack_part(0, data)

@@ -215,6 +215,20 @@ inline void take(IQ3_S, const uint8_t* p, Taken& to) {
     take_nibble_pairs(p + 106, 8, to);
     choose<IQ3_S>(p + 74, 256, to);
 }
+// Each byte has `count` digits in base 3 as a fraction of 256, the first one of all bytes in front.
+inline uint8_t* take_digits(const uint8_t* p, int bytes, int count, uint8_t* codes) {
+    for (int power = 1; count > 0; count--, power *= 3)
+        for (int j = 0; j < bytes; j++) *codes++ = static_cast<uint8_t>((p[j] * power & 255) * 3 >> 8);
+    return codes;
+}
+inline void take(TQ1_0, const uint8_t* p, Taken& to) {
+    to.d = half_at(p + 52);
+    take_digits(p + 48, 4, 4, take_digits(p + 32, 16, 5, take_digits(p, 32, 5, to.codes)));
+}
+inline void take(TQ2_0, const uint8_t* p, Taken& to) {
+    to.d = half_at(p + 64);
+    take_quarters(p, to.codes);
+}
 inline void take(MXFP4, const uint8_t* p, Taken& to) {
     to.scales[0] = p[0];
     take_nibbles(p + 1, to.codes);
@@ -225,7 +239,9 @@ constexpr int LARGEST_POWER = 252;
 
 // Where d stands in a block.
 template <class F>
-constexpr int d_at() { return F::TYPE == Q6_K::TYPE ? 208 : F::TYPE == Q3_K::TYPE ? 108 : F::TYPE == Q2_K::TYPE ? 80 : 0; }
+constexpr int d_at() {
+    return F::TYPE == Q6_K::TYPE ? 208 : F::TYPE == Q3_K::TYPE ? 108 : F::TYPE == Q2_K::TYPE ? 80 : F::TYPE == TQ1_0::TYPE ? 52 : F::TYPE == TQ2_0::TYPE ? 64 : 0;
+}
 
 template <class F>
 bool is_finite(const uint8_t* p) {

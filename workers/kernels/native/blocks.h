@@ -55,6 +55,8 @@ struct IQ2_XS { static constexpr int TYPE = 17, NUMBERS = 256, SIZE = 74, BITS =
 struct IQ3_XXS { static constexpr int TYPE = 18, NUMBERS = 256, SIZE = 98, BITS = 3, MIDDLE = 32, MOST = 63; static constexpr Scales SCALES = NIBBLE; };
 struct IQ3_S { static constexpr int TYPE = 21, NUMBERS = 256, SIZE = 110, BITS = 3, MIDDLE = 16, MOST = 31; static constexpr Scales SCALES = NIBBLE; };
 struct IQ2_S { static constexpr int TYPE = 22, NUMBERS = 256, SIZE = 82, BITS = 2, MIDDLE = 64, MOST = 107; static constexpr Scales SCALES = NIBBLES; };
+struct TQ1_0 { static constexpr int TYPE = 34, NUMBERS = 256, SIZE = 54, BITS = 2, MIDDLE = 1, MOST = 3; static constexpr Scales SCALES = HALF; };
+struct TQ2_0 { static constexpr int TYPE = 35, NUMBERS = 256, SIZE = 66, BITS = 2, MIDDLE = 1, MOST = 3; static constexpr Scales SCALES = HALF; };
 struct MXFP4 { static constexpr int TYPE = 39, NUMBERS = 32, SIZE = 17, BITS = 4, MIDDLE = 16, MOST = 28; static constexpr Scales SCALES = POWER; };
 
 template <class F>
@@ -131,6 +133,8 @@ bool with_format(int type, const Body& body) {
         case IQ3_XXS::TYPE: body(IQ3_XXS{}); return true;
         case IQ3_S::TYPE: body(IQ3_S{}); return true;
         case IQ2_S::TYPE: body(IQ2_S{}); return true;
+        case TQ1_0::TYPE: body(TQ1_0{}); return true;
+        case TQ2_0::TYPE: body(TQ2_0{}); return true;
         case MXFP4::TYPE: body(MXFP4{}); return true;
         default: return false;
     }

@@ -62,6 +62,8 @@ KINDS = {
     22: NumberKind("IQ2_S", 256, 82),
     23: NumberKind("IQ4_XS", 256, 136, 138),
     BF16: NumberKind("BF16", 1, 2),
+    34: NumberKind("TQ1_0", 256, 54, 80),
+    35: NumberKind("TQ2_0", 256, 66, 80),
     MXFP4: NumberKind("MXFP4", 32, 17),
 }
 IK_LLAMA = {
@@ -98,8 +100,6 @@ UNREAD = {
     31: "Q4_0_4_4",
     32: "Q4_0_4_8",
     33: "Q4_0_8_8",
-    34: "TQ1_0",
-    35: "TQ2_0",
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
     40: "NVFP4",

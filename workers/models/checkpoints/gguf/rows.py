@@ -106,6 +106,14 @@ def iq3_s(block: Tensor) -> Tensor:
     return chosen("IQ3_S", indices, block[:, 74:106], _odd(_neighbours(block[:, 106:]), block, 2.0))
 
 
+def tq1_0(block: Tensor) -> Tensor:
+    """Digits in base 3, the fifth, or in the last four bytes the fourth, of each byte last."""
+    groups = (block[:, :32], 5), (block[:, 32:48], 5), (block[:, 48:52], 4)
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8).view(5, 1)
+    fractions = [(codes.unsqueeze(1) * powers[:count]).flatten(1) for codes, count in groups]
+    return ((torch.cat(fractions, dim=1).int() * 3 >> 8) - 1).float() * _half(block, 52)
+
+
 def _sevens(words: Tensor) -> Tensor:
     """Signs from 32-bit words [blocks, 8], four groups of seven in each: uint8 [blocks, 32]."""
     return even(words.unsqueeze(2) >> torch.arange(0, 28, 7) & 127).flatten(1)
@@ -202,6 +210,8 @@ UNPACK: Mapping[int, Callable[[Tensor], Tensor]] = {  # `KINDS` has their names
     21: iq3_s,
     22: iq2_s,
     23: iq4_xs,
+    34: tq1_0,
+    35: lambda block: _less(_crumbs(block[:, :64]).flatten(1), 1) * _half(block, 64),
     MXFP4: mxfp4,
 }
 
