@@ -155,7 +155,7 @@ def test_the_largest_sums_have_the_same_bytes(kind: Type) -> None:
     x = torch.from_numpy(gguf.quants.dequantize(data, kind)[:9]).sign()
     kernels.use_isa(Isa.PLAIN)
     expected = matrix.linear(x)
-    assert expected[0, 0] > 0 and expected[1, 1] > 0
+    assert (expected.diagonal() > 0).all()
     for isa in kernels.isas():
         kernels.use_isa(isa)
         assert torch.equal(matrix.linear(x), expected), isa.name
