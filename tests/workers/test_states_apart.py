@@ -42,6 +42,7 @@ WAYS = {"split": [C, S, R], "streamed": [S, R, S]}
 KINDS = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "bamba"),
     *("falcon_h1", "nemotron_h", "granitemoehybrid", *LATENT),
+    *("lfm3", "olmo_hybrid", "kimi_linear"),
     *("gemma4_text", "gemma4_text small", "gemma4_unified_text", "bitnet", "dbrx", "phimoe"),
     *FAMILIES,
 )
