@@ -80,6 +80,7 @@ ARCHITECTURES = {
     "apertus": "apertus",
     "cohere": "command-r",
     "exaone": "exaone",
+    "glm": "chatglm",
     "exaone_moe": "exaone-moe",
     "granite_swa": "granite_swa",
     "granitemoe_swa": "granite_swa",

@@ -291,6 +291,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "glm": WIDE,
     "granite_swa": {**WIDE, **LOCAL, "layer_rope_theta": [0, 1e4]},
     "granitemoe_swa": {
         **WIDE,

@@ -25,7 +25,7 @@ UNTIED = frozenset(
 replaces it."""
 ROTATED_IN_PART = frozenset(
     (
-        *("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"),
+        *("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2", "chatglm"),
         *("stablelm", "phi2", "gptneox", "nemotron", "granitehybrid", "bailingmoe2"),
     )
 )
@@ -227,13 +227,7 @@ def gptneox(facts: Facts) -> Configuration:
 
 def llama(facts: Facts) -> Configuration:
     """Llama and Mistral; with experts, Mixtral."""
-    found = {
-        **with_rms(facts),
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": has_bias(facts, "attn_q"),
-        "mlp_bias": "blk.0.ffn_down.bias" in facts.tensors,
-    }
+    found = plain("llama", biases=ATTENTION_BIAS | MLP_BIAS)(facts)
     if not facts.whole("expert_count", 0):
         facts.whole("expert_used_count", 0)
         return found
@@ -284,16 +278,9 @@ def olmo2(facts: Facts) -> Configuration:
 
 
 def smollm3(facts: Facts) -> Configuration:
-    found = with_rms(facts)
-    layers = range(found["num_hidden_layers"])
-    return {
-        **found,
-        "model_type": "smollm3",
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "no_rope_layers": [int((index + 1) % 4 > 0) for index in layers],
-        "pad_token_id": None,
-    }
+    rotated = [int((index + 1) % 4 > 0) for index in range(facts.layers)]
+    fields = {"use_sliding_window": False, "no_rope_layers": rotated, "pad_token_id": None}
+    return plain("smollm3", **fields)(facts)
 
 
 def granite(facts: Facts) -> Configuration:
@@ -363,13 +350,7 @@ def glm4(facts: Facts) -> Configuration:
     """Files of its models that read images order the rows of heads differently."""
     if any(facts.numbers("rope.dimension_sections", [])):
         raise facts.refusal("it is the language model of a model that reads images")
-    return {
-        **with_rms(facts),
-        "model_type": "glm4",
-        "hidden_act": "silu",
-        "attention_bias": has_bias(facts, "attn_q"),
-        "pad_token_id": None,
-    }
+    return plain("glm4", biases=ATTENTION_BIAS, pad_token_id=None)(facts)
 
 
 def exaone4(facts: Facts) -> Configuration:
@@ -566,18 +547,6 @@ def gpt2(facts: Facts) -> Configuration:
         "layer_norm_epsilon": facts.epsilon("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    }
-
-
-def starcoder2(facts: Facts) -> Configuration:
-    return {
-        **common(facts),
-        "model_type": "starcoder2",
-        "norm_epsilon": facts.epsilon("attention.layer_norm_epsilon"),
-        "hidden_act": "gelu_pytorch_tanh",
-        "use_bias": has_bias(facts, "attn_q"),
-        "sliding_window": None,
-        **dict.fromkeys(("residual_dropout", "embedding_dropout"), 0.0),
     }
 
 

@@ -292,6 +292,7 @@ NAMINGS: Mapping[str, Naming] = {
     "hunyuan-dense": Naming({**LLAMA, **AFTER_ROPE}),
     "seed_oss": Naming({**LLAMA, "post_attention_norm": "post_attention_layernorm"}),
     "exaone4": Naming({**ATTENTION, **HEAD_NORMS, **MLP, **POST_NORMS}),
+    "chatglm": Naming({**ATTENTION, **NORMS, **_JOINED_UP}),
     "glm4": Naming(
         {
             **ATTENTION,

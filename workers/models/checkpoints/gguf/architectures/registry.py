@@ -16,6 +16,7 @@ CONFIGURATIONS: Mapping[str, Callable[[Facts], Configuration]] = {
     "apertus": plain("apertus", "xielu", ATTENTION_BIAS),
     "arcee": plain("arcee", "relu2"),
     "bailingmoe2": mixtures.bailingmoe2,
+    "chatglm": plain("glm", biases=ATTENTION_BIAS, pad_token_id=None),
     "cohere2": dense.cohere2,
     "command-r": dense.command_r,
     "deepseek2": mixtures.deepseek2,
@@ -90,5 +91,13 @@ CONFIGURATIONS: Mapping[str, Callable[[Facts], Configuration]] = {
     "smollm3": dense.smollm3,
     "stablelm": dense.stablelm,
     "starcoder": dense.starcoder,
-    "starcoder2": dense.starcoder2,
+    "starcoder2": plain(
+        "starcoder2",
+        "gelu_pytorch_tanh",
+        {"use_bias": "attn_q"},
+        epsilon="norm_epsilon",
+        sliding_window=None,
+        residual_dropout=0.0,
+        embedding_dropout=0.0,
+    ),
 }
