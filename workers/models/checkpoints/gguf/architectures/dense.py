@@ -279,7 +279,11 @@ def olmo2(facts: Facts) -> Configuration:
 
 def smollm3(facts: Facts) -> Configuration:
     rotated = [int((index + 1) % 4 > 0) for index in range(facts.layers)]
-    fields = {"use_sliding_window": False, "no_rope_layers": rotated, "pad_token_id": None}
+    fields: Configuration = {
+        "use_sliding_window": False,
+        "no_rope_layers": rotated,
+        "pad_token_id": None,
+    }
     return plain("smollm3", **fields)(facts)
 
 
