@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from dovetail.launch.console import migration
-from dovetail.launch.console.help import NAMES_OF_HELP, hinted
+from dovetail.launch.console.help import NAMES_OF_HELP, Commands
 from dovetail.launch.extras import installed
 from dovetail.launch.processes.child import ending_at_once, let_threads_start, pace
 from dovetail.protocol.errors import DovetailError, UserError
@@ -78,12 +78,8 @@ CALL = re.compile(r"with .* as (\w+):|(?:([\w.]+)\.)?_*(\w+)\(")
 """Matches the end of a block that writes a file, or a call: the object or module, the function."""
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Commands):
     """A group whose commands are imported when they are used; its help comes from the table."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with hinted(args):
-            return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -105,12 +101,7 @@ class LazyGroup(click.Group):
         if args[0] not in COMMANDS and args[0] in migration.names().commands:
             hint = migration.names().commands[args[0]]
             raise click.UsageError(f"there is no command {args[0]!r}; in dovetail: {hint}", ctx)
-        if args[0] not in COMMANDS:
-            import difflib  # only needed for a command that does not exist
-
-            near = difflib.get_close_matches(args[0], COMMANDS, 1)
-            hint = f"Did you mean {near[0]!r}?" if near else "`dovetail --help` lists them"
-            raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
+        self.check(ctx, args[0])
         if args[0] not in FEW_FILES and not {*args} & {*NAMES_OF_HELP}:
             from dovetail.launch.processes.child import check_files  # not needed for help
 

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import ValidationError
 
 from dovetail.launch.chat.answering import PLAIN, Answer, Manner, Paint, Show, spoken
+from dovetail.launch.processes.connection import ON_ITS_MACHINE
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, RequestError, UserError, printable
 from dovetail.protocol.files import read_text
@@ -34,10 +35,8 @@ DONE = b"[DONE]"
 MOST_BYTES = 64 << 20
 """The most bytes read of a stream, or of a line of it: more than any reply has."""
 
-OTHERWISE = "connect to its coordinator (ipc:// or tcp://) instead of its URL"
 
-
-def check_flags(configuration: Configuration, otherwise: str = OTHERWISE) -> None:
+def check_flags(configuration: Configuration, otherwise: str = ON_ITS_MACHINE) -> None:
     """`UserError` for a setting that only the server can decide, except `draft.kind = none`, which
     a request can have. `otherwise`: the remedy."""
     for name, origin in configuration.origins.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, json_option
+from dovetail.launch.console.help import Commands, HelpCommand, json_option
 from dovetail.launch.extras import extra
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS
@@ -21,7 +21,7 @@ SERVED = ("target", "draft", "tree", "sampling", "memory", "coordinator", "http"
 """The sections of `serve`."""
 
 
-@click.group()
+@click.group(cls=Commands)
 def command() -> None:
     """Show the effective settings and where each came from, or export files for other programs."""
 

@@ -30,8 +30,8 @@ from dovetail.launch.files.outputs import check_output, open_records
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.processes.connection import (
     Connection,
+    check_no_url,
     connected_by_target,
-    is_url,
     speaks_http,
 )
 from dovetail.launch.settings.configure import Configuration
@@ -114,8 +114,7 @@ def command(
     wish = replace(wish, seed=random_seed() if seed is None else seed)
     if connect is not None and speaks_http(connect):
         if trace is not None or record is not None:
-            text = "--trace and --record need the coordinator"
-            raise UserError(f"{text}: connect to ipc:// or tcp://, not to a URL")
+            check_no_url(connect, "--trace" if record is None else "--record")
         decode_over_http(wish, connect, text, as_json=as_json)
         return
     check_output(trace, "the trace")
@@ -180,9 +179,7 @@ def _decode_prompts(
 def _check_file_mode(
     prompt: str | None, connect: str | None, *, as_json: bool, trace: Path | None
 ) -> None:
-    if connect is not None and is_url(connect):
-        text = "--prompts needs the coordinator"
-        raise UserError(f"{text}: connect to ipc:// or tcp:// instead of {connect}")
+    check_no_url(connect, "--prompts")
     if prompt is not None:
         raise UserError("a prompt and --prompts FILE cannot be combined: leave out one of them")
     if as_json or trace is not None:

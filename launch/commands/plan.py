@@ -239,7 +239,7 @@ def _show(
     of = f", {total / 1e9:.3g} B weights, {active / 1e9:.3g} B active" if total != active else ""
     target = f"target of {result['layers']} layers, weights {result['weights']}{of}"
     click.echo(f"{result['machine']}; {target}; limits: {limits or 'none'}")
-    if len(result["weights_compared"]) > 1:
+    if len(result["weights_compared"]) > 1 or result["weights"] == "int8":  # may be refused
         print_table(tuple(WEIGHTS), [_brief(one) for one in result["weights_compared"]])
     if words := result["kernels"]:
         click.echo(f"{'warning: ' if ':' in words else ''}kernels {words}")

@@ -14,6 +14,7 @@ import click
 from dovetail.launch.console.help import (
     COUNT,
     EXISTING_FILE,
+    Commands,
     HelpCommand,
     Number,
     json_option,
@@ -194,7 +195,7 @@ RATE_OF_A_NEW_MODEL = 3e-3  # random weights allow a higher peak rate than train
 ANSWER_TOKENS = 224
 
 
-@click.group(name="train")
+@click.group(name="train", cls=Commands)
 def command() -> None:
     """Train draft heads and small models."""
 

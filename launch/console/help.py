@@ -82,6 +82,33 @@ class HelpCommand(click.Command):
             formatter.write_text(f"The columns of its tables: {ctx.command_path} {HELP_ALL}")
 
 
+class Commands(click.Group):
+    """A group that names its commands if the given one does not exist."""
+
+    group_class = type
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with hinted(args):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        self.check(ctx, args[0])
+        return super().resolve_command(ctx, args)
+
+    def check(self, ctx: click.Context, name: str) -> None:
+        """Reject a name that is not one of its commands."""
+        if name not in (names := self.list_commands(ctx)):
+            import difflib  # only needed for a command that does not exist
+
+            near = difflib.get_close_matches(name, names, 1)
+            whole = f"Choose one of {', '.join(names)}"
+            hint = whole if len(names) <= FEW else f"`{ctx.command_path} --help` lists them"
+            hint = f"Did you mean {near[0]!r}?" if near else hint
+            raise click.UsageError(f"No such command {name!r}. {hint}", ctx)
+
+
 def common(options: Sequence[click.Option]) -> list[click.Option]:
     """Return the options that `--help` shows."""
     if len(options) <= FEW:

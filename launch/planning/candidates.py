@@ -46,7 +46,7 @@ BUDGET_DEPTHS = (8, 12, 16, 24)
 BUDGET_WIDTH = 32
 BEAM_WIDTH = 6
 BEAM_DEPTHS = (4, 8, 12, 16, 24, 32, 48)
-UNTRAINED = "must be trained"
+UNTRAINED = "must be trained first"
 TRAIN = UNTRAINED + ": dovetail train {kind}{blocks} --target {target} --data CHATS --out HEAD"
 UNASKED = "is used only on request: --draft substitute"
 """A substitute is a second copy of the target, which `serve` does not choose by itself."""

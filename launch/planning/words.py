@@ -134,7 +134,9 @@ def verdict(
     """Return which wins, whether speculation is worth it, and for a dense target whether to offload
     instead (Dovetail paper, Appendix B); `size`: bytes that a pass reads."""
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
-    said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
+    lacks = "" if best.draft is None else best.candidate.lacks.partition(":")[0]
+    wins = f"{best.name} wins{f', but its draft {lacks}' if lacks else ''}"
+    said = [f"{wins}: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
     if best.draft is not None and best.candidate.kind == LOOKUP:
         said.append("no other known draft pays off; a look-up takes almost no time")
     elif alone is not None and best is not alone:

@@ -105,7 +105,7 @@ class Connection:
 def connected(configuration: Configuration, address: str | None) -> Iterator[Connection]:
     """A connection to the coordinator at `address`, or to the only one of this user, or to one that
     is started."""
-    _check_no_url(address)
+    check_no_url(address)
     keys = configuration.settings.coordinator.keys
     models_named = names_models(configuration)
     if address is not None and models_named:
@@ -233,11 +233,15 @@ def speaks_http(address: str | None) -> bool:
     return False
 
 
-def _check_no_url(address: str | None) -> None:
+ON_ITS_MACHINE = "on the server's machine leave --connect out"
+
+
+def check_no_url(address: str | None, what: str = "this command") -> None:
+    """`UserError` for a URL, with which `what` does not work."""
     if address is not None and is_url(address):
         raise UserError(
-            f"{address} is the URL of a server: name its coordinator's address (tcp://HOST:PORT), "
-            "or on its machine leave --connect out"
+            f"{what} does not work with the URL {address}: {ON_ITS_MACHINE}; from another machine "
+            "use the tcp address at which its coordinator listens (--coordinator.listen)"
         )
 
 
@@ -273,7 +277,7 @@ def find_coordinator(
 ) -> Client:
     """A client of the coordinator at `address`, or of the only one of this user; `UserError` if
     there is none. `role`: of its key over tcp."""
-    _check_no_url(address)
+    check_no_url(address)
     if address is None:
         address, configuration = only_coordinator(configuration, "serve")
     coordinator = configuration.settings.coordinator

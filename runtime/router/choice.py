@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dovetail.protocol.calibration import Positive, Seconds
+from dovetail.protocol.calibration import Seconds
 from dovetail.protocol.messages.parts import Count
 
 BLOCK = 64  # characters of a block
@@ -67,7 +67,7 @@ class ReplicaLoad:
     seconds_per_token: Seconds | None = None
     further_seconds_per_token: Seconds | None = None
     reading_seconds_per_token: Seconds | None = None
-    targets: Positive = 1  # targets that work in parallel
+    targets: Count = 1  # targets that work in parallel
     in_flight: int = 0  # requests of this router that may have been running there at that time
 
 
@@ -184,7 +184,7 @@ def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replic
         key=lambda one: (one[0].running, one[0].chosen_s),
     )
     slower = BESIDE_STREAMS if best.running else 1.0
-    reading_s = slower * expected.reading_s / best.load.targets
+    reading_s = slower * expected.reading_s / max(1, best.load.targets)
     best.noted = Noted(reading_s, best.has_read(request.blocks))
     best.unread_s, best.chosen_s = best.reads_on_s(now_s) + reading_s, now_s
     best.reads(request.blocks)

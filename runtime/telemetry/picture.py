@@ -179,7 +179,7 @@ def load_of(state: Reported) -> dict[str, Any]:
         "seconds_per_token": alone_s,
         "further_seconds_per_token": further_s and further_s / len(targets),
         "reading_seconds_per_token": reading_s,
-        "targets": max(1, len(targets)),
+        "targets": len(targets),
     }
 
 

@@ -121,6 +121,8 @@ def test_version_names_the_program(run: Run) -> None:
             "one that `dovetail train eagle` made for it",
         ),
         (("statsu",), "No such command 'statsu'. Did you mean 'status'?"),
+        (("config", "export", "foo"), "No such command 'foo'. Choose one of compose, grafana, "),
+        (("train", "smal"), "No such command 'smal'. Did you mean 'small'?"),
         (("config", "show", "--tree.gama", "6"), "--tree.gamma"),
         (("config", "show", "--tree.gamma", "many"), "'many'"),
         (("config", "show", "-c", "no/such.toml"), "no/such.toml"),
@@ -138,6 +140,10 @@ def test_version_names_the_program(run: Run) -> None:
             "the target model /no/such/model is not there",
         ),
         (("generate", "hello", "--prompts", "p.jsonl"), "leave out one of them"),
+        (
+            ("generate", "--prompts", "p.jsonl", "--connect", "http://host"),
+            "does not work with the URL http://host: on the server's machine leave --connect out",
+        ),
         (("generate", "hello", "--connect", "http://host"), "http://host"),
         (
             ("generate", "hello", "--connect", "127.0.0.1:8200"),

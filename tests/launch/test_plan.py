@@ -356,6 +356,7 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
     found = plan("--target", str(folder), "--draft", "none")
     compared = {one["weights"]: one for one in found["weights_compared"]}
     assert list(compared) == ["half", "fp32", "int8", "int4"]
+    assert compared["int8"]["computes"].endswith("proved when loaded, may be refused")
     assert compared["int4"]["computes"].startswith("another function: logits move by about 10 %")
     taken = linears_bytes(read_tensors(folder), "int4")
     assert compared["int4"]["gb"] == pytest.approx(taken / 1e9, rel=0.02)
@@ -508,6 +509,8 @@ def test_the_first_line_is_a_command_that_lacks_nothing(invoke: Run) -> None:
     lines = invoke(*asked, "--draft", "dovetail").stdout.splitlines()
     assert shlex.split(lines[0])[:2] == ["dovetail", "serve"]
     assert {"--target=FOLDER", "--draft=none"} <= {*shlex.split(lines[0])}
+    wins = "Dovetail, split target wins, but its draft must be trained first: "
+    assert any(line.startswith(wins) for line in lines)
     assert "Dovetail, split target needs more: the draft must be trained" in lines[-2]
     trained = shlex.split(lines[-2].partition(": dovetail train ")[2])
     assert {"--data", "--out"} <= {*trained}, "train asks for both"

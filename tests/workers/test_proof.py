@@ -268,7 +268,7 @@ def test_a_model_that_int8_is_too_coarse_for_is_refused_with_weights_that_are_no
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(
         CheckpointError,
-        match=r"weights int8 are too coarse for this model: they change a product by its down "
-        r"weights by [1-9]\d%, more than 10%: use weights fp32",
+        match=r"int8 weights are too coarse for this model: they change the product with its down "
+        r"matrix by [1-9]\d %, more than the 10 % allowed: use weights fp32",
     ):
         load_language_model(str(file.parent), weights="int8", device="cpu")

@@ -301,4 +301,4 @@ def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one
     assert reads["reading_seconds_per_token"] == pytest.approx(0.0004)
     unknown = load_of(state.model_copy(update={"workers": ()}))
     assert unknown["seconds_per_token"] is None
-    assert unknown["targets"] == 1
+    assert unknown["targets"] == 0

@@ -355,7 +355,7 @@ def test_the_router_says_how_its_replicas_are() -> None:
     [
         {"ready": True, "load": {"sessions": "many"}},
         {"ready": True, "load": [1]},
-        {"ready": True, "load": {"targets": 0}},
+        {"ready": True, "load": {"targets": -1}},
         {"ready": True, "load": {"sessions": 1 << 63}},
         {"ready": True, "load": {"seconds_per_token": -1.0}},
         {"ready": True, "load": {"seconds_per_token": float("nan")}},

@@ -192,8 +192,8 @@ def compare_product(name: str, matrix: PackedMatrix, found: Tensor, expected: Te
     most = PRODUCT_TOLERANCE[Kind(matrix.kind)]
     if matrix.kind is Kind.INT8 and most < share < 1:
         raise CoarseError(
-            f"weights int8 are too coarse for this model: they change a product by its {name} "
-            f"weights by {share:.0%}, more than {most:.0%}"
+            f"int8 weights are too coarse for this model: they change the product with its {name} "
+            f"matrix by {100 * share:.0f} %, more than the {100 * most:.0f} % allowed"
         )
     if not share <= most:
         raise UnsupportedError(f"a product by its {name} weights differs by {share:.1e}")

@@ -3,6 +3,7 @@ computed on demand. For a trainer both are the same: all sequences concatenated;
 a slice."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -189,9 +190,10 @@ class Features:
         while self.first < middle < self.last and self._prompt(middle) == self._prompt(middle - 1):
             middle += 1
         if not self.first < middle < self.last:
+            least = max(2, math.floor(0.5 / held) + 1)
             raise UserError(
-                f"{self.count} sequences cannot be split so that a share of {held} is held "
-                "out: give more, of different prompts"
+                f"{self.count} sequences cannot be split so that a share of {held} is held out: "
+                f"give at least {least}, of different prompts"
             )
         return replace(self, last=middle), replace(self, first=middle)
 
