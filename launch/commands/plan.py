@@ -101,8 +101,7 @@ def command(
     _check(configuration, machine, target_size)
     file_bytes = _file_bytes(configuration, machine, gguf_size)
     recorded = [Recorded(read_library(path), str(path)) for path in rounds]
-    with spinner() as say:
-        say("reading the models")
+    with spinner(lines=machine is None) as say:
         subjects = (
             [_elsewhere(configuration, machine, target_size, file_bytes)]
             if machine is not None
@@ -110,16 +109,17 @@ def command(
         )
         first = subjects[0]
         there = [] if drafts else _there(first)
-    width = None if first.embedded or configuration.given("tree.width") else WIDTH
-    offered = [
-        Reader(
-            *(one.configuration, one.design, recorded, folder_of),
-            embedded=one.embedded,
-            width=width,
-            on_device=one.device not in (None, "cpu"),
-        ).read(drafts, there)
-        for one in subjects
-    ]
+        say("comparing drafts and placements")
+        width = None if first.embedded or configuration.given("tree.width") else WIDTH
+        offered = [
+            Reader(
+                *(one.configuration, one.design, recorded, folder_of),
+                embedded=one.embedded,
+                width=width,
+                on_device=one.device not in (None, "cpu"),
+            ).read(drafts, there)
+            for one in subjects
+        ]
     kinds = max(1, len({one.kind for one in offered[0]}))
     with progress_bar(len(subjects) * KINDS * kinds, "placements") as step:
         searched = [

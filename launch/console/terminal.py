@@ -112,10 +112,18 @@ def unwound_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def spinner() -> Iterator[Callable[[str], None]]:
-    """A spinner; call the yielded function with the text to show."""
+def spinner(*, lines: bool = False) -> Iterator[Callable[[str], None]]:
+    """A spinner; call the yielded function with the text to show. `lines`: without a terminal, the
+    first line of each text is printed once."""
     if not sys.stderr.isatty():
-        yield lambda _: None
+        said = set[str]()
+
+        def print_once(text: str) -> None:
+            if lines and (line := text.partition("\n")[0]) not in said:
+                said.add(line)
+                note(line)
+
+        yield print_once
         return
     from rich.console import Console
     from rich.markup import escape

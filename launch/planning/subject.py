@@ -415,6 +415,7 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
     if calibration is not None:
         limits = calibration.limits, "measured"
     else:
+        say(f"measuring products with {target.weights} weights")
         products = product_seconds(target.weights, folder, target.activations)
         alike = [one.limits for one in kept if one.limits.probe == kernels.computing()]
         if before is not None and before.here is not None:
@@ -422,7 +423,7 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
         elif alike:
             limits = alike[-1], OF_ANOTHER
         else:
-            say("measuring bandwidth and arithmetic")
+            say("measuring the memory bandwidth and arithmetic")
             others, source = Others(), f"measured now, in {PROBE_S:g} s"
             found = measure_limits(PROBE_S)
             load = others.load(lambda pid, _: pid == os.getpid())

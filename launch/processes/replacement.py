@@ -58,6 +58,7 @@ class Change:
         for part, newcomer in self.newcomers.items():
             before = self._client.status().workers
             old = self._there(part, before)
+            note(f"testing {newcomer.name}, then sessions move to it")
             done = wait_for(
                 self._client,
                 self._client.swap(
@@ -178,11 +179,13 @@ def wait_until_here(
 ) -> WorkerState:
     """Wait for the worker on standby to register; raise its error if its process ends first."""
     intervals = Intervals()
-    with spinner() as say:
+    with spinner(lines=True) as say:
+        if child is not None:
+            say(f"starting {name}")
         while True:
             state = client.status()
-            loading = [told for told in state.loading if told.name == name]
-            say(f"loading {name}" + loading_text(loading))
+            if loading := [told for told in state.loading if told.name == name]:
+                say(f"loading {name}" + loading_text(loading))
             if not sys.stderr.isatty():
                 intervals.tell(loading)
             for worker in state.workers:

@@ -99,6 +99,9 @@ def plan(invoke: Any, tmp_path: Path, environment: dict[str, str]) -> Callable[.
             env={**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")},
         )
         assert result.returncode == 0, result.stderr
+        assert ("comparing drafts and placements" in result.stderr) is (
+            "--machine" not in arguments
+        )
         found: dict[str, Any] = json.loads(result.stdout)
         return found
 

@@ -17,7 +17,13 @@ from dovetail.launch.bench.figures import COLUMNS, CSV_COLUMNS, SWEPT, show
 from dovetail.launch.bench.load import measured as load_table
 from dovetail.launch.console import terminal
 from dovetail.launch.console.logs import OneLine, cut
-from dovetail.launch.console.terminal import beside_each_other, counted, explained, progress_bar
+from dovetail.launch.console.terminal import (
+    beside_each_other,
+    counted,
+    explained,
+    progress_bar,
+    spinner,
+)
 from dovetail.protocol.codec import encode
 from dovetail.protocol.links import open_link
 from support.patience import PATIENCE_S
@@ -61,6 +67,15 @@ def test_where_nothing_is_to_be_done_there_is_no_bar(monkeypatch: pytest.MonkeyP
         with progress_bar(0, "replies") as step:
             step("")
     assert everything(reader) == ""
+
+
+def test_without_a_terminal_a_spinner_prints_each_phase_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with spinner(lines=True) as say:
+        for text in ("starting a", "loading a\n  1 %", "loading a\n  2 %", "starting a"):
+            say(text)
+    assert capsys.readouterr().err == "starting a\nloading a\n"
 
 
 def test_a_bar_says_how_long_it_still_takes(monkeypatch: pytest.MonkeyPatch) -> None:
