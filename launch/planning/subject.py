@@ -387,7 +387,6 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
     layout, spread = layouts_for(settings.target)
     threads = len(layout.target.cores)
     os.environ.update(thread_environment(threads))
-    say("reading the known facts about this machine")
     device = _device_of(settings)
     from dovetail.workers.calibration.devices import known_costs, planned_config
     from dovetail.workers.calibration.limits import measure_limits
@@ -402,6 +401,7 @@ def subject_here(configuration: Configuration, say: Say, before: Subject | None 
     config = planned_config(target)
     if not has_sizes(config):
         raise UserError(f"the config.json of a {config.get('model_type')} model lacks its sizes")
+    say("reading the known facts about this machine")
     known, profile = known_costs(target, path, device=device or "cpu"), load_profile(path)
     spread_calibration, nodes = None, None
     if spread is not None:

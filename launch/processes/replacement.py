@@ -58,7 +58,6 @@ class Change:
         for part, newcomer in self.newcomers.items():
             before = self._client.status().workers
             old = self._there(part, before)
-            note(f"testing {newcomer.name}, then sessions move to it")
             done = wait_for(
                 self._client,
                 self._client.swap(

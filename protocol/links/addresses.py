@@ -24,7 +24,11 @@ SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders for sockets if the name of the temporary directory is too long."""
 ABANDONED_S = 60.0  # age after which an unlocked folder of sockets counts as abandoned
 
-_HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1200, zmq.HEARTBEAT_TTL: 1200}
+SILENT_S = 1.2  # a connection without heartbeats for this long is cut
+_HEARTBEAT_MS = {
+    zmq.HEARTBEAT_IVL: 500,
+    **dict.fromkeys((zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL), round(1000 * SILENT_S)),
+}
 
 Socket = zmq.Socket[bytes]
 

@@ -40,9 +40,9 @@ class Peers:
         dispatch: CommandSender,
         status: Status,
         *,
-        decide: Callable[[str], None],
+        decide: Callable[[str, int], None],
     ) -> None:
-        """`decide` logs a sentence and keeps it for `status`."""
+        """`decide` logs a sentence at a level and keeps it for `status`."""
         self._hub, self._service, self._registry = shared.hub, shared.service, shared.registry
         self._census, self._placement, self._moving = shared.census, shared.placement, shared.moving
         self._changes, self._failing, self._tally = shared.changes, shared.failing, shared.tally
@@ -193,7 +193,7 @@ class Peers:
         if self._registry.workers.pop(worker.peer, None) is None:
             return
         level = logging.INFO if self._service.ending else logging.WARNING
-        log.log(level, "%s worker %s %s", "/".join(worker.hello.roles), worker.whereabouts, why)
+        self._decide(f"{'/'.join(worker.hello.roles)} worker {worker.whereabouts} {why}", level)
         if worker.plays("draft") and worker.serves:
             self._status.draft_lost(worker, why)
             for running in self._running.values():
@@ -233,14 +233,8 @@ class Peers:
             f"this client has read nothing while {len(client.outbox)} messages waited for it, "
             "and is dropped with its requests: send Hello again"
         )
-        log.warning(
-            "client %s (pid %d) reads nothing and is disconnected",
-            client.hello.name,
-            client.hello.pid,
-        )
-        self._decide(
-            f"client {client.hello.name} (pid {client.hello.pid}) reads nothing and is disconnected"
-        )
+        name = f"client {client.hello.name} (pid {client.hello.pid})"
+        self._decide(f"{name} reads nothing and is disconnected", logging.WARNING)
         self._tally.let_go += 1
         requests = sorted(client.outbox.requests | {*client.sessions} | {*client.reading})
         self.client_lost(client)
@@ -288,7 +282,6 @@ class Peers:
 
     def lose(self, worker: Worker, why: str) -> None:
         """Treat a connected worker as lost: it must drop its sessions and register again."""
-        self._decide(f"{worker.whereabouts} {why}: it is considered lost")
         error = RequestError("session", f"this worker {why}: send Hello again")
         self._post.reaches(worker.peer, refusal(self._service.epoch, error))
         self.worker_lost(worker, why)

@@ -309,7 +309,9 @@ def test_a_worker_that_is_lost_with_the_root_waits_for_the_next_one() -> None:
 def test_a_worker_that_the_root_knows_no_more_comes_back_or_is_replaced() -> None:
     watch = serving()
     assert look(watch, 1.0, 5.0) == []
-    assert watch.answered(["target"], 6.0) == [Tell("the hub has lost the draft")]
+    why = {"draft": "disconnected"}
+    lost = Tell("the hub has lost the draft: it disconnected")
+    assert watch.answered(["target"], 6.0, why=why) == [lost]
     assert look(watch, 7.0, 12.0, ["target"]) == []
     assert watch.answered(WORKERS, 13.0) == [Tell("the draft is ready again")]
     assert look(watch, 14.0, 30.0, ["target"]) == [(23.0, Replace("draft"))]

@@ -33,6 +33,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import DecodeError, DovetailError, LinkClosed, LinkError
 from dovetail.protocol.links import Link, open_link
+from dovetail.protocol.links.addresses import SILENT_S
 from dovetail.protocol.messages import (
     Fault,
     Hello,
@@ -420,7 +421,8 @@ class Service:
                 given = {name for name in given if self._played(name) == "draft"}
             drained = [name for name in self._workers if self._played(name) in state.drained]
             known = registered(ours, state.workers)
-            self._perform(self._watch.answered(known, now_s, filled, given, drained))
+            why = {name: loss_of(place, state.decisions) for name, place in ours.items()}
+            self._perform(self._watch.answered(known, now_s, filled, given, drained, why))
 
     def _played(self, name: str) -> Role:
         return "draft" if self._workers[name] == "draft" else "target"
@@ -440,6 +442,15 @@ def registered(ours: Mapping[str, tuple[str, int]], workers: Iterable[WorkerStat
     pids of different machines may be equal."""
     there = {(worker.host, worker.pid) for worker in workers}
     return {name for name, at in ours.items() if at in there}
+
+
+def loss_of(place: tuple[str, int], decisions: Sequence[str]) -> str:
+    """Return why the coordinator lost the worker at this machine and pid, by its last decision
+    about it; empty: it did not decide anything, as if it has let the worker go."""
+    host, pid = place
+    found = [line.partition(f" (pid {pid} on {host}) ")[2] for line in decisions]
+    why = next(filter(None, reversed(found)), "")
+    return f"{why} or sent no heartbeat for {SILENT_S:g} s" if why == "disconnected" else why
 
 
 RETRY_S = 0.2  # between two attempts to connect

@@ -10,8 +10,9 @@ replacement is gone."""
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from dovetail.launch.console.terminal import counted
 from dovetail.launch.processes.supervise import Ending
@@ -269,9 +270,11 @@ class Watch:
         filled: Collection[str] = (),
         given: Collection[str] = (),
         drained: Collection[str] = (),
+        why: Mapping[str, str] = MappingProxyType({}),
     ) -> list[Action]:
         """Handle the root's report of registered parts, and of those replaced by other workers, in
-        `given` on purpose. Parts that an operator `drained` are not restarted."""
+        `given` on purpose. Parts that an operator `drained` are not restarted. `why`: the reasons
+        for which the root lost parts."""
         self._states[self._root].hear(now_s)
         for name in drained:
             if name in self._away:
@@ -288,8 +291,13 @@ class Watch:
                 actions += self.ready(name, now_s)
             elif state.ready_s is not None and not state.drained:
                 state.ready_s = None
-                self._lose(name, f"the {self._root} has lost it", now_s)
-                actions.append(Tell(f"the {self._root} has lost the {name}"))
+                reason = f": it {why[name]}" if why.get(name) else ""
+                self._lose(name, f"the {self._root} has lost it{reason}", now_s)
+                actions.append(
+                    Tell(f"the {self._root} has lost the {name}{reason}")
+                    if reason or name not in given
+                    else Tell(f"the {name} has left the {self._root}: another worker replaces it")
+                )
         for name, state in self._states.items():
             # it may not have been needed when its pause began
             if not state.running and self.needs(name):
