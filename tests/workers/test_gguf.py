@@ -26,6 +26,7 @@ from dovetail.workers import kernels
 from dovetail.workers.kernels import Isa, Kind
 from dovetail.workers.models.backends.packing import pack
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+from dovetail.workers.models.checkpoints.configured import read_config
 from dovetail.workers.models.checkpoints.footprint import PROOF_BYTES, read_tensors, sizes_in
 from dovetail.workers.models.checkpoints.gguf.files import read_model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
@@ -421,6 +422,112 @@ def test_a_family_is_computed_from_blocks_as_from_their_numbers(tmp_path: Path, 
 def test_fused_queries_keys_and_values_are_read_apart(tmp_path: Path, kind: str) -> None:
     file, twin = write(tmp_path, kind, fused=True)
     assert torch.equal(logits(load(file, "file", activations="fp32")), logits(load(twin)))
+
+
+LING_NAMES = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".self_attn.q_norm.": ".attention.query_layernorm.",
+    ".self_attn.k_norm.": ".attention.key_layernorm.",
+    ".e_score_correction_bias": ".expert_bias",
+}
+LING: dict[str, Any] = {
+    "architectures": ["BailingMoeV2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_bailing_moe_v2.BailingMoeV2Config"},
+    "num_hidden_layers": 20,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "eos_token_id": 156892,
+    "pad_token_id": 156892,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "model_type": "bailing_moe",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_key_value_heads": 4,
+    "rope_theta": 600000,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.52.3",
+    "use_bias": False,
+    "use_rmsnorm": True,
+    "rms_norm_eps": 1e-06,
+    "head_dim": 128,
+    "num_shared_experts": 1,
+    "use_cache": True,
+    "use_qkv_bias": False,
+    "embedding_dropout": 0.0,
+    "output_dropout": 0.0,
+    "vocab_size": 157184,
+    "partial_rotary_factor": 0.5,
+    "router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "use_qk_norm": True,
+    "score_function": "sigmoid",
+    "moe_shared_expert_intermediate_size": 512,
+    "num_nextn_predict_layers": 0,
+}
+"""The config.json of Ling-mini-2.0."""
+
+
+def as_ling(twin: Path) -> Path:
+    """Turn a checkpoint of GLM-4.5 into the published form of Ling 2.0."""
+    glm = json.loads((twin / "config.json").read_text())
+    own = {name: glm[name] for name in LING.keys() & glm.keys() - {"architectures", "model_type"}}
+    own |= {
+        "num_experts": glm["n_routed_experts"],
+        "num_shared_experts": glm["n_shared_experts"],
+        "head_dim": glm["hidden_size"] // glm["num_attention_heads"],
+        "rope_theta": glm["rope_parameters"]["rope_theta"],
+    }
+    (twin / "config.json").write_text(json.dumps(LING | own))
+    tensors, found = load_file(twin / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            continue
+        if ".q_proj." in name:
+            tensor = torch.cat([tensors[name.replace("q_proj", f"{one}_proj")] for one in "qkv"])
+            name = name.replace("self_attn.q_proj", "attention.query_key_value")
+        for part, ling in LING_NAMES.items():
+            name = name.replace(part, ling)
+        found[name] = tensor
+    save_file(found, twin / "model.safetensors", metadata={"format": "pt"})
+    return twin
+
+
+@needs_kernels
+def test_the_published_form_of_ling_computes_what_its_gguf_file_computes(tmp_path: Path) -> None:
+    file, twin = write(tmp_path, "glm4_moe bailingmoe2")
+    expected = logits(load(file))
+    assert torch.equal(logits(load(as_ling(twin))), expected)
+
+
+def test_a_ling_with_a_field_that_is_not_computed_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LING))
+    config = read_config(file)
+    rotated = config.head_dim * config.rope_parameters["partial_rotary_factor"]
+    assert (config.model_type, config.n_routed_experts, rotated) == ("sarvam_moe", 256, 64)
+    for fields, why in [
+        ({"use_bias": True}, "its use_bias is True, which is not supported"),
+        ({"score_function": "softmax"}, "its score_function is 'softmax', which"),
+        ({"moba_topk": 4}, "its moba_topk is 4, which is not supported"),
+        ({"num_nextn_predict_layers": 1}, "its num_nextn_predict_layers is 1, which"),
+        ({"partial_rotary_factor": None}, "its configuration has no partial_rotary_factor"),
+        ({"architectures": ["BailingMoeForCausalLM"]}, "needs its own program code"),
+    ]:
+        file.write_text(json.dumps(LING | fields))
+        with pytest.raises(CheckpointError, match=why):
+            read_config(file)
 
 
 @needs_kernels

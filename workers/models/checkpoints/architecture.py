@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.files import MODEL_FILES, damaged, shown
+from dovetail.workers.models.checkpoints.ling import is_ling, why_not_ling
 from dovetail.workers.models.checkpoints.quantised.schemes import refuse_scheme
 
 REMEDY = "use a model of another architecture, such as Llama, Qwen3, Mistral, Gemma 2 or Phi-3"
@@ -113,7 +114,7 @@ def refuse_content(content: Mapping[str, Any], file: Path) -> None:
     if not isinstance(kind, str) or not kind:
         found = "no model_type" if kind is None else f"a model_type of {shown(kind)}"
         raise CheckpointError(f"{file} has {found}; use the config.json of the weights")
-    if (why := UNREAD.get(kind)) is not None:
+    if why := why_not_ling(content) if is_ling(content) else UNREAD.get(kind):
         raise undecodable(file, kind, f"cannot be decoded here: {why}")
     if content.get("vocab_size") is None:
         parts = (content.get(name) for name in LANGUAGE_MODELS)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from dovetail.workers.models.checkpoints.files import damaged
+from dovetail.workers.models.checkpoints.ling import from_ling, is_ling, why_not_ling
 
 T = TypeVar("T")
 
@@ -49,7 +50,9 @@ def is_composite(content: Mapping[str, Any]) -> bool:
 
 def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of a config.json's language model; `content` if it is nothing
-    else."""
+    else, and a supported Ling's as transformers reads it."""
+    if is_ling(content) and not why_not_ling(content):
+        return from_ling(content)
     if not is_composite(content):
         return content
     shared = {name: content[name] for name in SHARED if name in content}
