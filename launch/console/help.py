@@ -83,7 +83,7 @@ class HelpCommand(click.Command):
 
 
 class Commands(click.Group):
-    """A group that names its commands if the given one does not exist."""
+    """A group whose error for an unknown command suggests one or lists them all."""
 
     group_class = type
 
@@ -98,7 +98,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def check(self, ctx: click.Context, name: str) -> None:
-        """Reject a name that is not one of its commands."""
+        """`UsageError` if the group has no command of this name."""
         if name not in (names := self.list_commands(ctx)):
             import difflib  # only needed for a command that does not exist
 

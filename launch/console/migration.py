@@ -74,8 +74,7 @@ def context_size(value: str) -> str | None:
 
 
 def extra_argument(message: str, context: click.Context | None) -> str | None:
-    """Return how to name a model and write a prompt, if `message` rejects an argument; else
-    None."""
+    """Return `message` with a remedy if it rejects an extra argument; else None."""
     if context is None or "unexpected extra argument" not in message:
         return None
     if not any("--target" in parameter.opts for parameter in context.command.params):

@@ -48,7 +48,7 @@ from dovetail.workers.models.families.names import DESCRIBED
 LOSSES = {
     "fp32": "the checkpoint's function",
     "half": "the checkpoint's function",
-    "int8": "another function: logits move by about 4 %; proved when loaded, may be refused",
+    "int8": "another function: logits move by about 4 %; checked on loading, may be refused",
     INT4: "another function: logits move by about 10 %; the first load takes longer",
     FILE: "the file's blocks; activations in int8 move logits by about 1 %",
 }

@@ -26,9 +26,9 @@ PROGRAM = "dovetail"
 MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
 LEAST_FILES = 64  # open files of any of our processes, with some margin
 SLICE_S, SHARE, LONGEST_PAUSE_S = 0.005, 0.25, 1.0
-"""CPU seconds after which a process that is paced pauses, the part of a quota that it takes, and
-the longest pause: a call of native code is not interrupted, and what it used is in the past."""
-_part = 0.0  # of a quota, that this process uses while it is paced; 0: it is not
+"""CPU seconds between the pauses of a paced process, its share of the quota, and the longest pause
+in seconds: native code is not interrupted, and a long call need not be paid back in full."""
+_part = 0.0  # the share of a quota that this process may use; 0: it is not paced
 LET_GO = 3
 """Exit code of a worker that was drained, replaced or dismissed: it must not be restarted."""
 
@@ -123,8 +123,8 @@ def ending_at_once() -> Iterator[None]:
 
 
 def pace(quota: float | None) -> None:
-    """Leave most of a quota below one CPU to the other processes of our control group, which is
-    reported, until `pace(None)`: the kernel stops all when it is used up, despite priorities."""
+    """Leave most of a CPU quota below 1 to the other processes of our control group until
+    `pace(None)`, and report it: the kernel stops all of them, at any priority, once it is used."""
     global _part
     _part = SHARE if quota is not None and quota < 1.0 else 0.0
     if quota is None or not _part:
@@ -133,14 +133,14 @@ def pace(quota: float | None) -> None:
     from dovetail.launch.console.terminal import note  # imports pydantic
 
     note(
-        f"at most {SHARE:.0%} of the CPU quota of {quota:g} is used until sessions move here: "
-        "streams need the rest"
+        f"this worker uses about {SHARE:.0%} of the CPU quota of {quota:g} until sessions move to "
+        "it: streams need the rest"
     )
     used_s, resumed_s = time.process_time(), time.monotonic()
 
     def pause(*_: object) -> None:
         nonlocal used_s, resumed_s
-        if (share := _part * quota) > 0.0:  # else this is a signal from before the end
+        if (share := _part * quota) > 0.0:  # else the signal was sent before pacing ended
             used, passed_s = time.process_time() - used_s, time.monotonic() - resumed_s
             time.sleep(min(max(0.0, used / share - passed_s), LONGEST_PAUSE_S))
             used_s, resumed_s = time.process_time(), time.monotonic()
@@ -150,7 +150,7 @@ def pace(quota: float | None) -> None:
 
 
 def pace_less() -> None:
-    """Let a process that is paced use one and a half times as much."""
+    """Raise the share of a paced process to one and a half times `SHARE`."""
     global _part
     _part = min(1.5 * SHARE, 1.5 * _part)
 

@@ -233,15 +233,15 @@ def speaks_http(address: str | None) -> bool:
     return False
 
 
-ON_ITS_MACHINE = "on the server's machine leave --connect out"
+ON_ITS_MACHINE = "on the server's machine, leave out --connect"
 
 
 def check_no_url(address: str | None, what: str = "this command") -> None:
-    """`UserError` for a URL, with which `what` does not work."""
+    """`UserError` if the address is a URL: `what` needs a coordinator."""
     if address is not None and is_url(address):
         raise UserError(
-            f"{what} does not work with the URL {address}: {ON_ITS_MACHINE}; from another machine "
-            "use the tcp address at which its coordinator listens (--coordinator.listen)"
+            f"{what} does not work with the URL {address}: {ON_ITS_MACHINE}; on another machine, "
+            "connect to the tcp:// address of its coordinator (--coordinator.listen)"
         )
 
 

@@ -51,8 +51,8 @@ class Notifier:
         serves: Callable[[], None] = lambda: None,
         opens: Callable[[Open], None] = lambda _: None,
     ) -> SimpleNamespace:
-        """Return the notifier of one of the loops, with the interface of a worker's listener;
-        `serves` and `opens` are called as that describes."""
+        """Return a worker's `Listener` for one of the loops, with `serves` and `opens` as its
+        methods."""
         ready, progress = partial(self.ready, name), partial(self.progress, name)
         return SimpleNamespace(ready=ready, progress=progress, serves=serves, opens=opens)
 

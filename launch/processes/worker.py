@@ -266,9 +266,9 @@ class WorkerProcess:
 
 
 def _pace_for(order: Open) -> None:
-    """Use more of a quota for the log of a session that is about to move once the first reading is
-    done, so that it does not fall behind, and all for a client's reply."""
-    if order.capacity > len(order.prompt) + 1:  # else only for the first token
+    """End pacing when a client's session opens. Raise the share for every later prefill of a log
+    that is about to move here, so that it does not fall behind the stream."""
+    if order.capacity > len(order.prompt) + 1:  # else it has room for the first token only
         pace(None)
     elif order.base is not None:
         pace_less()

@@ -173,8 +173,8 @@ class Replayed:
 
 
 def replayed(evidence: Evidence) -> Replayed:
-    """Return the acceptance of the widest trees of the run; without soundings, of its own trees,
-    and of none if the run drafted nothing."""
+    """Return the acceptance of the widest trees of the run: those of its soundings, else its own;
+    without trees if the run drafted nothing."""
     ordered = sorted(evidence.rounds, key=lambda seen: (seen.session, seen.record.round))
     own = [[one.record for one in its] for _, its in groupby(ordered, lambda seen: seen.session)]
     reads = any(worker.feature_bytes for worker in evidence.states)

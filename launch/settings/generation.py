@@ -57,8 +57,8 @@ def by_folder(configuration: Configuration, folder: Path | None) -> tuple[Config
 
 
 def fitting(configuration: Configuration) -> Configuration:
-    """Return settings for single requests: the least tokens by the target's file are no more than
-    the most tokens of a reply."""
+    """Return the settings of single requests: a `min_tokens` from the target's
+    generation_config.json is lowered to `max_tokens`."""
     most = configuration.settings.sampling.max_tokens
     origin = configuration.origins["sampling.min_tokens"]
     if Path(origin).name != FILE or configuration.settings.sampling.min_tokens <= most:

@@ -17,7 +17,7 @@ from dovetail.runtime.control.rounds import Begun, Calibration, Load, Plan, Roun
 from dovetail.runtime.costs.rounds import PairCosts
 
 CONTROLS = (0, 8, 32)
-"""Rounds of a pair after which rounds without a draft are measured, if they were not before."""
+"""Rounds of a pair after which rounds without a draft are measured, unless enough have been."""
 CONTROLLED = 3  # consecutive rounds of such a measurement: from the second on passes can overlap
 EMPTY = 4  # consecutive empty proposals after which the draft's statistics are doubted
 RESTING = 16  # rounds without a command after that, if other sessions wait for the draft
@@ -55,8 +55,8 @@ class Controller:
         """The plan of the next round, and the era in which it was made."""
         self.expected_tokens = self.predicted_s = 0.0
         """Sums over all predicted rounds."""
-        self.controls = self._controls_left = 0  # rounds without a draft, to measure such rounds
-        self._was_ordered = True  # a draft worked in the last round, which delays the next one
+        self.controls = self._controls_left = 0  # rounds without a draft for a measurement
+        self._was_ordered = True  # the last round had a draft, which delays the next one
         self.work_with(pair, costs)
 
     # -- the pair and the load ---------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Controller:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is drafted at present: it does not pay off, or rounds are measured."""
+        """Whether drafting is off at present: it does not pay off, or plain rounds are measured."""
         on_off = self._now.on_off
         return on_off is not None and (self._controls_left > 0 or not on_off.drafting)
 

@@ -59,7 +59,7 @@ class Pricing:
         """`now`: kept up to date by the controller of the session."""
         self._depth, self._most_nodes, self._now = tree.depth, tree.most_nodes, now
         self._tokens, self._seconds = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
-        """Of each of the last rounds."""
+        """Tokens and seconds of each of the last rounds."""
 
     def count(self, tokens: float, seconds: float) -> None:
         """Count a round for the rate."""

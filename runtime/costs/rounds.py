@@ -109,9 +109,9 @@ class PairCosts:
     target_hop_s: Average = field(default_factory=Average)
     """From Verify to Verified, without the pass."""
     host_s: Average = field(default_factory=Average)
-    """The coordinator's own seconds of a round with a draft."""
+    """Seconds that the coordinator takes for a round with a draft."""
     undrafted_s: Average = field(default_factory=Average)
-    """Seconds of a round without a draft apart from the pass."""
+    """Seconds of a round without a draft, except for the pass."""
 
     @property
     def order_s(self) -> float:

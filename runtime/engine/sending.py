@@ -86,7 +86,7 @@ class CommandSender:
                 self._close(running, worker, ask.role, command)
             case _:
                 if number in turns.postponed and isinstance(command, Draft | Feed):
-                    turns.resume(number)  # the prompt is read before
+                    turns.resume(number)  # the prompt is read first
                 turns.ask(number, command)
                 if self._gathering is not None and isinstance(command, Draft):
                     self._gathering[worker.peer] = worker
@@ -292,9 +292,9 @@ class CommandSender:
 
     def _verify_early(self, running: RunningRequest, worker: Worker) -> None:
         """Also send the verification of a lone session's next round, if that round is needed and
-        has no draft, so that the target does not wait between passes. If the session ends or moves
-        sooner, the pass is wasted: not on a worker that leaves, and a target that could not undo
-        its row to reuse the session has to wait."""
+        has no draft, so that the target does not wait between passes. The pass is wasted if the
+        session ends or moves first, so none is sent to a worker that is leaving, or to a target
+        that could not undo its row to reuse the session."""
         undone = worker.limits.shares or not worker.limits.kept
         if not undone or worker.leaving or worker.turns.waiting or running.session.room < 2:
             return

@@ -136,7 +136,7 @@ class Sessions:
             raise
 
     def _tell(self, running: RunningRequest, action: Action, at_ns: int) -> None:
-        """Send a session's client what an action at `at_ns` brings it, if anything."""
+        """Send a session's client the message for an action of `at_ns`, if there is one."""
         if isinstance(action, Emit):
             self._emit(running, action, at_ns)
         elif isinstance(action, Score):

@@ -81,8 +81,8 @@ def trial_tokens(target: Worker) -> tuple[int, ...]:
 
 
 SILENT_NS = 30_000_000_000
-"""Nanoseconds without a token of any trial, and without a pass that makes progress, after which the
-newcomer has failed."""
+"""A newcomer has failed after this many nanoseconds without a token of a trial or a pass that makes
+progress."""
 
 Standing = Literal["held", "movable", "coming", "over"]
 """A session's standing: on the old worker, to stay or move; moving; on another one."""

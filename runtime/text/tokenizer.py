@@ -300,7 +300,7 @@ class Stopwatch(Protocol):
     def now_ns(self) -> int: ...
 
     def finely(self, name: str, start_ns: int, about: object) -> None:
-        """Record a part, of the session `about`, that ends now."""
+        """Record a part of the session `about` that ends now."""
 
 
 class Detokenizer:

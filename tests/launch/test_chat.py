@@ -487,7 +487,7 @@ def test_generate_works_over_http_too(invoke: Run, stack: Stack, url: str) -> No
         (("chat", "--tree.gamma", "3"), "the server decides --tree.gamma"),
         (("chat", "--draft", "ngram"), "the server decides --draft.kind"),
         (("generate", "x", "--trace", "x.json"), "--trace does not work with"),
-        (("status",), "on the server's machine leave --connect out"),
+        (("status",), "on the server's machine, leave out --connect"),
     ],
 )
 def test_what_a_url_cannot_do_is_told(

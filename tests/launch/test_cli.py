@@ -142,7 +142,7 @@ def test_version_names_the_program(run: Run) -> None:
         (("generate", "hello", "--prompts", "p.jsonl"), "leave out one of them"),
         (
             ("generate", "--prompts", "p.jsonl", "--connect", "http://host"),
-            "does not work with the URL http://host: on the server's machine leave --connect out",
+            "does not work with the URL http://host: on the server's machine, leave out --connect",
         ),
         (("generate", "hello", "--connect", "http://host"), "http://host"),
         (

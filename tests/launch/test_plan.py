@@ -359,7 +359,7 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
     found = plan("--target", str(folder), "--draft", "none")
     compared = {one["weights"]: one for one in found["weights_compared"]}
     assert list(compared) == ["half", "fp32", "int8", "int4"]
-    assert compared["int8"]["computes"].endswith("proved when loaded, may be refused")
+    assert compared["int8"]["computes"].endswith("checked on loading, may be refused")
     assert compared["int4"]["computes"].startswith("another function: logits move by about 10 %")
     taken = linears_bytes(read_tensors(folder), "int4")
     assert compared["int4"]["gb"] == pytest.approx(taken / 1e9, rel=0.02)

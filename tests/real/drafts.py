@@ -1,4 +1,4 @@
-"""Rates of chats with a draft head beside the look-up, plain decoding and llama-server."""
+"""Rates of chats with a draft head, the look-up, plain decoding and llama-server."""
 
 import itertools
 import json
@@ -39,10 +39,10 @@ def drafts(
 ) -> None:
     """Measure tokens/s of chats with FILE, one user, with each draft and with llama-server.
 
-    PROMPTS are JSON lines with `turns`, of which the first is sent. Every prompt goes to all
-    services in turns, at each temperature; llama-server runs alone and with each look-up of its
-    own. A rate counts all tokens of a reply from the request on. Printed are the median of the
-    prompts of a file, the median of the files, and its ratio to the first draft's.
+    PROMPTS are JSON lines with `turns`, of which the first is sent. Every prompt is sent to each
+    service in turn, at each temperature; llama-server runs alone and with each of its look-ups. A
+    rate is all tokens of a reply over the time since the request. The output has the median of each
+    file's prompts, the median of the files, and its ratio to the first draft's.
     """
     ours = [sys.executable, "-P", "-m", "dovetail.launch.cli", "serve", str(file)]
     services = {draft: ([*ours, "--draft", draft], "--http.port") for draft in drafts}

@@ -134,7 +134,7 @@ def stretched(house: TimedHouse, replies: int = 2) -> float:
     [
         pytest.param(NEVER_RIGHT, id="a draft that is never right"),
         pytest.param(Costs(draft_hop_s=0.08), id="a slow link"),
-        pytest.param(Costs(drafted_hop_s=0.08), id="hops that only rounds with a draft have"),
+        pytest.param(Costs(drafted_hop_s=0.08), id="longer hops in rounds with a draft"),
         pytest.param(Costs(right=lambda _: 0.5, level_s=lambda _: 0.015), id="a slow draft"),
         pytest.param(
             Costs(level_s=lambda context: 2e-4 * context), id="a draft that the context slows down"

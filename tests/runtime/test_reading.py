@@ -108,7 +108,7 @@ def worker(role: str) -> Worker:
 def rows_beside(
     reader: Worker, target: Worker, *, verifies: bool, latency_ms: Any = "auto", moves: bool = False
 ) -> int:
-    """The rows of a long log that are read next, beside one stream; `moves`: alone, before one
+    """The rows of a long log in the next pass, with one stream; `moves`: with none, before one
     moves here."""
     about = SimpleNamespace(length=100, request=SimpleNamespace(owner=""), number=STREAM)
     about.accounts = SimpleNamespace(began_ns=0)

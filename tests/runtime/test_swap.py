@@ -292,7 +292,7 @@ def test_a_log_is_prefilled_again_while_fewer_tokens_come_than_were_prefilled() 
     swapped = scene.end(scene.swap(newcomer, house.target))
     assert len(unread) > 3
     assert unread[-1] <= 2 * MOST_LAG
-    assert not early, "a pass that was requested early would be in vain"
+    assert not early, "a pass that was requested early would be wasted"
     assert swapped.longest_pause_s >= pause_ns / 1e9  # that of the move, which ends with a token
     scene.check_replies()
 

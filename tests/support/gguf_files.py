@@ -93,7 +93,7 @@ SWA_NAMES = {
     "shared_mlp.input_linear.weight": "ffn_up_shexp.weight",
     "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
 }
-"""Those of Granite's with windows, whose files have the shared MLP as the checkpoint has it."""
+"""Tensors of Granite with windows, whose files have the shared MLP as in the checkpoint."""
 PERMUTED = (
     *("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3", "ministral3", "arcee"),
     *("granitemoehybrid", "bamba", "nemotron_h", "olmo", "granite_swa", "granitemoe_swa"),
@@ -103,7 +103,7 @@ PERMUTED = (
 BARE = re.compile(r"(e_score_correction|expert_bias)(?:_bias)?$")
 """Names of corrections, which have the end of a bias in files."""
 SAME_NAMES = {"granite_swa": "granitehybrid", "hy_v3": "dots1", "mellum": "qwen3moe"}
-"""Architectures that the package does not know, and some with the same names."""
+"""Architectures that the package does not know -> others with the same names."""
 OWN_NAMES = {
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
@@ -112,7 +112,7 @@ OWN_NAMES = {
     "block_sparse_moe.experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
 }
-"""Tensors of layers whose names the package does not know, and what files call them."""
+"""Tensors of layers whose names the package does not know -> their names in files."""
 HALVES = {
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
@@ -201,7 +201,7 @@ def write_gguf(
 
 
 def _activations(weights: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Return the numbers of Apertus' activations, lists under keys of its files."""
+    """Return the parameters of Apertus's activations, which files have as lists under keys."""
     found: dict[str, list[float]] = {}
     for name in sorted(name for name in weights if ".act_fn." in name):
         found.setdefault(f"xielu.{name.rpartition('.')[2]}", []).append(float(weights[name]))
@@ -300,7 +300,7 @@ def named(
 
 
 def _fused(names: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Queries, keys and values of a layer as one tensor, as of the converter's --fuse-qkv."""
+    """Fuse the queries, keys and values of a layer, as the converter does with --fuse-qkv."""
     found = dict(names)
     for query in [name for name in names if ".attn_q." in name]:
         parts = [found.pop(query.replace("attn_q.", f"attn_{part}.")) for part in "qkv"]

@@ -243,7 +243,7 @@ def test_what_a_configuration_switches_is_described(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "field", "words"),
     [
-        ("opt", {"do_layer_norm_before": False}, "norm no sums"),
+        ("opt", {"do_layer_norm_before": False}, "no norms after residual sums"),
         ("dbrx", {"attn_config": {"rope_theta": 5e5}}, "add rope_theta 500000.0 to rope_param"),
         ("phi", {"qk_layernorm": True}, "no layer norms of queries"),
         ("cohere", {"use_qk_norm": True}, "no layer norms of queries"),

@@ -166,7 +166,7 @@ def test_split_keeps_answers_to_a_prompt_together(tmp_path: Path, target: Target
     prompts = [{int(sample.tokens[2]) for sample in samples(side)} for side in (learning, held)]
     assert not prompts[0] & prompts[1]
     assert learning.counts()[10:14].tolist() == [7, 7, 7, 7]
-    with pytest.raises(UserError, match="is held out: give at least 501, of different prompts"):
+    with pytest.raises(UserError, match=r"of 0\.001: give at least 501, with different prompts"):
         held.split(0.001)
 
 

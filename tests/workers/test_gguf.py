@@ -717,7 +717,7 @@ def test_a_language_model_beside_an_encoder_of_images_is_that_model_alone(
 def test_an_architecture_that_computes_as_another_is_read_as_that(
     tmp_path: Path, kind: str, architecture: str
 ) -> None:
-    """openPangu's rows that rotate together are not neighbours in files."""
+    """Files of openPangu have transformers' order of rotated rows, unlike Llama's."""
     write_tiny(kind, tmp_path / "model", tie_word_embeddings=False)
     found = []
     for name in (kind, architecture):

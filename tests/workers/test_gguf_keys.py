@@ -322,15 +322,15 @@ def test_odd_unused_keys_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "key", "value", "lacking"),
     [
-        ("blk.0.attn_q.weight", None, 0, "a description of this architecture; use .* safetensors"),
+        ("blk.0.attn_q.weight", None, 0, "a description of its tensors; use .* safetensors"),
         ("blk.0.indexer.k_norm.weight", None, 0, "a sparse indexer; use a model of another"),
         ("enc.blk.0.attn_q.weight", None, 0, "an encoder;"),
         ("blk.0.time_mix_w1.weight", None, 0, "RWKV's recurrent states;"),
-        ("blk.0.ssm_x.weight", None, 0, "the recurrent states of the first Mamba;"),
-        ("fc.weight", None, 0, "the states of another model, for which it drafts;"),
-        ("blk.0.attn_q.weight", "attention.causal", False, "attention in both directions;"),
-        ("blk.0.attn_q.weight", "attention.causal", True, "a description of this architecture;"),
-        ("blk.0.attn_q.weight", "attention.max_alibi_bias", 8.0, r"scores .* \(ALiBi\);"),
+        ("blk.0.ssm_x.weight", None, 0, "the recurrent states of Mamba-1;"),
+        ("fc.weight", None, 0, "the states of the model that it drafts for;"),
+        ("blk.0.attn_q.weight", "attention.causal", False, "bidirectional attention;"),
+        ("blk.0.attn_q.weight", "attention.causal", True, "a description of its tensors;"),
+        ("blk.0.attn_q.weight", "attention.max_alibi_bias", 8.0, r"attention scores .* \(ALiBi\);"),
         ("blk.0.attn_q.weight", "num_loops", 2, "layers that run several times;"),
     ],
 )
@@ -347,5 +347,5 @@ def test_the_refusal_of_an_architecture_names_what_is_missing(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=rf"\(architecture other\): .* lack of {lacking}"):
+    with pytest.raises(CheckpointError, match=rf"\(architecture other\) .*: it needs {lacking}"):
         view_of(tmp_path / "model.gguf")

@@ -27,7 +27,7 @@ every_format = pytest.mark.parametrize("kind", BLOCKED, ids=lambda kind: kind.na
 N, K = 83, 512  # no multiple of a vector's outputs; two blocks of the largest
 MOST = 64
 WRAPPING = (Type.Q6_K, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS)
-"""Types whose sums of products in 16 bits may wrap around before they are whole."""
+"""Types whose sums of products may wrap around in 16 bits before they are complete."""
 
 
 def blocks_of(kind: Type, n: int = N, k: int = K) -> tuple[np.ndarray, np.ndarray]:
@@ -146,7 +146,7 @@ def test_the_smallest_and_largest_rows_and_sums_half_way_between_two_floats_have
 
 @pytest.mark.parametrize("kind", WRAPPING, ids=lambda kind: kind.name)
 def test_the_largest_sums_have_the_same_bytes(kind: Type) -> None:
-    """All codes and inputs as large as they can be, and all products of one sign."""
+    """All codes and inputs are as large as possible, and all products have the same sign."""
     data = blocks_of(kind)[0].copy()
     size = KINDS[kind].size_bytes
     data.reshape(N, -1, size)[:, :, 2 : min(size, 192)] = np.arange(N).reshape(N, 1, 1) % 2 * 255

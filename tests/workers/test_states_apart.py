@@ -250,7 +250,7 @@ def mixers() -> dict[str, ScanPlan]:
 
 
 def width_of(plan: ScanPlan) -> int:
-    """The numbers of a row that a mixer reads, of all matrices before it."""
+    """The width of a mixer's input: the outputs of all matrices before it."""
     return plan.widths[0] + (plan.widths[1] + plan.decays if plan.low else 0)
 
 

@@ -54,7 +54,7 @@ class Activation(IntEnum):
 
 
 class MixerGate(IntEnum):
-    """The function of the gates after attention."""
+    """The activation of the gates after attention."""
 
     SIGMOID = 0
     SOFTPLUS = 1
@@ -62,8 +62,8 @@ class MixerGate(IntEnum):
 
 class Score(IntEnum):
     """How an expert is scored: by its share of the softmax of all logits, the sigmoid of its logit,
-    or the logit itself. The weights are then the softmax or the sigmoids of the chosen ones, or, in
-    SPARSE_MIXER, each one's share of the softmax over it and the logits near below it."""
+    or the logit itself. In the last case the weights are the softmax or the sigmoids of the chosen
+    logits or, with SPARSE_MIXER, each one's share of a softmax with the logits just below it."""
 
     SOFTMAX = 0
     SIGMOID = 1
@@ -181,7 +181,7 @@ class LatentPlan:
 
     rank: int  # width of a latent
     plain: int  # numbers of a head's query that are not rotated; the rotated ones follow them
-    rotated: int  # how many follow, even if the layer has no table that rotates them
+    rotated: int  # how many these are; without a rotary table they are not rotated
     latent_norm: Tensor  # the weights of the latents' RMS norm, float32 [rank]
     key_up: Sequence[PackedMatrix]
     """For each head the matrix that expands latents to keys, transposed: [rank, plain]."""
@@ -269,16 +269,16 @@ class LayerPlan:
     latent: LatentPlan | None = None
     """If set, kv_heads is 1, and head_dim is the width of a cached row: a latent and a key."""
     mixer_gate: PackedMatrix | None = None
-    """[heads head_dim or heads, hidden]: the `gate_kind` of its output scales the result of
-    attention, each number or each head."""
+    """[heads head_dim or heads, hidden]: the gates of attention's result, one per number or per
+    head, before `gate_kind`."""
     gate_kind: MixerGate = MixerGate.SIGMOID
     scan_gate: PackedMatrix | None = None
-    """[values, low]: the gate of a mixer with a decay for each number of a key."""
+    """[values, low]: the gates of a mixer with a decay for each number of a key."""
     scan_decay: PackedMatrix | None = None  # [decays, low]: its decays before bias and softplus
     mixer_norm: Norm | None = None  # the norm of what `output` reads
     inner_norm: Norm | None = None  # the norm of what `down` reads
     clip: float = 0.0
-    """Queries, keys and values, after wide norms, are clipped to -clip .. clip; 0: they are not."""
+    """Queries, keys and values are clipped to -clip .. clip after wide norms; 0: no clipping."""
     reads: int | None = None
     """The layer whose keys and values it reads, located by `heads_before`; None if it has its
     own."""

@@ -39,7 +39,7 @@ class ScanPlan:
     """A mixer with a state. Its matrix computes for each row [query | key | value | gate | b | a]
     for the gated delta rule, [query | key | value | gate | step] for Mamba-2, and [before | behind
     | x] for a convolution alone; with a decay for each number of a key [query | key | value | b |
-    low gate | low a], of which two more matrices make gate and a."""
+    low gate | low a], from which two more matrices make the gate and a."""
 
     rule: ScanRule
     taps: Tensor  # float32 [taps, channels]: the weights of the convolution, the oldest row's first
@@ -60,7 +60,7 @@ class ScanPlan:
     epsilon: float = 1e-6
     query_scale: float = 1.0
     step_factor: float = 1.0  # the factor of the gated delta rule's steps
-    low: int = 0  # numbers of the low gate, and of the low a
+    low: int = 0  # width of the low gate, and of the low a
     given_factors: Tensor | None = None  # float32, factors of the matrix's output; None: they are 1
     index: int = 0  # the index of the layer among those with a state
     state_before: int = 0  # numbers of the states of those before it
@@ -74,7 +74,7 @@ class ScanPlan:
 
     @property
     def decays(self) -> int:
-        """The decays of a row."""
+        """The number of decays of a row."""
         each = self.key_dim if self.rule is ScanRule.CHANNEL_DELTA else 1
         return self.value_heads * each
 

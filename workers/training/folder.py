@@ -162,8 +162,8 @@ def read_weights(head: TrainableHead, files: HeadFiles) -> None:
 
 
 def check_begun(files: HeadFiles, config: Mapping[str, Any], target: TargetParts) -> None:
-    """Raise `UserError` if a trained head reads other layers, or computes otherwise, than a new one
-    of this config."""
+    """Raise `UserError` if a trained head reads other layers than a new one of this config, or
+    computes something else."""
     kind = kind_of_tensors(files.shapes)
     assert kind is not None
     shapes = {kind.rename(plain_name(name)): shape for name, shape in files.shapes.items()}
@@ -177,7 +177,7 @@ def check_begun(files: HeadFiles, config: Mapping[str, Any], target: TargetParts
         if name != "context" and begun[name] != new[name]:
             raise UserError(
                 f"{files.folder} holds a head with {name} {begun[name]}, but the features and "
-                f"options are for {new[name]}: use the same"
+                f"options are for {new[name]}: use those of that head"
             )
 
 

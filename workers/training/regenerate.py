@@ -323,7 +323,7 @@ def _append(file: IO[bytes], out: Path, job: _Job, made: Mapping[str, Any]) -> N
 
 def _read_done(out: Path, jobs: Mapping[str, _Job], made: Mapping[str, Any]) -> set[str]:
     """Return the ids that a file holds; an incomplete last line is removed. Raises `UserError` if
-    the file does not belong to these chats and this target, or was `made` otherwise."""
+    the file does not belong to these chats and this target, or differs from `made`."""
     if not out.is_file():
         with disk.writing(out, "the answers"):
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -127,7 +127,7 @@ static inline Codes codes_of(const char* codes) {
     }
 }
 
-// The codebook entries of a block, in the form of `fours` in blocks.h, or with the choice of input j + 4 from bit SECOND_CHOICE on.
+// The codebook entries of a block, as `fours` in blocks.h, or with the choice of input j + 4 in the bits from SECOND_CHOICE up.
 #if defined(DT_AVX512)
 constexpr int SECOND_CHOICE = 2;
 // Looks up twice 32 words of a table by indices of BITS bits; bits of F's indices above the eighth are in `above`, those of the first entry from bit FIRST on.
@@ -236,7 +236,7 @@ static DT_INLINE void unpack_choices(const Codes* entries, const char* signs, Co
         Codes own = entries[F::BITS == 3 ? STEP : STEP / 2];
         if constexpr (F::BITS == 2 && STEP % 2 == 1) own = down<SECOND_CHOICE>(own);
 #if defined(DT_AVX512) || defined(DT_NEON)
-        own = only(own, F::BITS == 3 ? 7 : 3);  // elsewhere a look-up ignores what stands above the choice
+        own = only(own, F::BITS == 3 ? 7 : 3);  // other look-ups ignore the bits above the choice
 #endif
         to[STEP] = look_up(either(own, plane_at<1, 3, STEP>(signs)), dovetail::numbers_of<F>());
         unpack_choices<F, STEP + 1>(entries, signs, to);
@@ -335,7 +335,7 @@ constexpr int middle_of() { return dovetail::signed_codes<F>() ? SIGNED_MIDDLE :
 constexpr int power_of(int middle) { return middle <= 1 ? 0 : 1 + power_of(middle / 2); }
 
 #if DT_PAIRS
-// Whether sums of pairs may pass 16 bits before the middle is taken away: they wrap around, and are right again after it.
+// Whether sums of pairs may overflow 16 bits before the middle is subtracted: they wrap around, and the result is right again.
 template <class F>
 constexpr bool wraps() { return PAIR_SUMS > 0 && (F::MIDDLE == 64 || F::MIDDLE == 32); }
 // How many steps fit into sums of pairs in 16 bits.

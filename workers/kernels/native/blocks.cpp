@@ -215,7 +215,7 @@ inline void take(IQ3_S, const uint8_t* p, Taken& to) {
     take_nibble_pairs(p + 106, 8, to);
     choose<IQ3_S>(p + 74, 256, to);
 }
-// Each byte has `count` digits in base 3 as a fraction of 256, the first one of all bytes in front.
+// Each byte has `count` base-3 digits as a fraction of 256; the first digits of all bytes come first.
 inline uint8_t* take_digits(const uint8_t* p, int bytes, int count, uint8_t* codes) {
     for (int power = 1; count > 0; count--, power *= 3)
         for (int j = 0; j < bytes; j++) *codes++ = static_cast<uint8_t>((p[j] * power & 255) * 3 >> 8);

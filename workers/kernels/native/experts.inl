@@ -96,7 +96,7 @@ static void weigh_experts(const dovetail::Router& r, const int32_t* ids, float* 
     for (int64_t i = 0; i < r.chosen; i++) weights[i] *= r.scales ? r.scale * r.scales[ids[i]] : r.scale;
 }
 
-// SparseMixer's weight of a chosen expert: its share of the softmax over it and the logits near below it. The margin becomes the least by which a logit is near or not.
+// SparseMixer's weight of a chosen expert: its share of the softmax over its logit and those just below it. `margin` becomes the smallest distance to that bound.
 static float mixed_share(const dovetail::Router& r, const Choice& c, int64_t id, float& margin) {
     const float own = c.scores[id];
     for (int64_t i = 0; i < r.logits.n; i++) {

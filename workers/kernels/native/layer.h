@@ -56,8 +56,8 @@ struct Router {
     float added_sum;
     Norm norm;            // RMS, of what the router reads; may be missing
     const float* scales;  // [experts], by which the weights are multiplied; or null
-    float softcap;        // logits become softcap tanh(logit / softcap); 0: they do not
-    float jitter;         // of SPARSE_MIXER: logits that are further below another, relative to the larger magnitude, than twice this have no share in its softmax
+    float softcap;        // logits become softcap tanh(logit / softcap); 0: no softcap
+    float jitter;         // of SPARSE_MIXER: the softmax leaves out logits that are lower, relative to the larger magnitude, by more than twice this
 };
 
 // An MLP of which each row is computed by a few experts; their outputs are added by ascending index, and then
@@ -122,14 +122,14 @@ struct Layer {
     const Scan* scan;            // in the place of attention, behind `qkv`, or beside it; null: there is none
     const Beside* beside;        // null: the mixer with a state, if there is one, stands in the place of attention
     const Latent* latent;        // `qkv` gives queries, or what becomes them, and then a latent and a key; kv_heads is 1, head_dim rank + rotary_dim; null: there is none
-    Matrix mixer_gate;           // [heads head_dim or heads, hidden], by whose `gate_kind` what was attended to is multiplied; packed null: there is none
+    Matrix mixer_gate;           // [heads head_dim or heads, hidden], the gates of attention's result, before `gate_kind`; packed null: there are none
     float key_factor;            // keys, behind norm and rotation, are multiplied by it; 0: they are not
     float mlp_residual;          // what the MLP adds is multiplied by it; 0: it is not
     Matrix input_gate, input_projection;  // [width, hidden] and [hidden, width] of the layer's own input; packed null: there is none
     Norm input_norm;                      // of what that adds
     int32_t input_first;                  // where its input begins in a row of all of them
     int32_t reads;  // the keys and values, which `before` says, are another layer's, and `qkv` gives queries alone
-    float clip;         // queries, keys and values, behind wide norms, are clipped to -clip .. clip; 0: they are not
+    float clip;         // queries, keys and values are clipped to -clip .. clip after wide norms; 0: no clipping
     int32_t gate_kind;  // of mixer_gate
     Matrix scan_gate, scan_decay;  // of a CHANNEL_DELTA, [value_heads value_dim, low] and [value_heads key_dim, low]; packed null: there are none
     Norm mixer_norm, inner_norm;  // [output.k] of what `output` reads and [intermediate] of what `down` reads; either may be missing

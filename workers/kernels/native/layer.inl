@@ -66,7 +66,7 @@ static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, 
     }
 }
 
-// body(first, left) for every sixteen of n numbers, of which `left` are in reach.
+// Calls body(first, left) for every 16 of n numbers, of which `left` remain.
 template <class Body>
 static void each_piece(int64_t n, const Body& body) {
     constexpr int64_t PIECE = 1024;
@@ -85,7 +85,7 @@ static void widely(const dovetail::Layer& l, int64_t rows, float* qkv) {
     });
 }
 
-// Each of n numbers becomes the nearest one of -limit .. limit.
+// Clips n numbers to -limit .. limit.
 static void clip(float* x, float limit, int64_t n) {
     each_piece(n, [&](int64_t i, int64_t left) { put(x + i, min(set1(limit), max(set1(-limit), take(x + i, left))), left); });
 }
@@ -127,7 +127,7 @@ struct Buffers {
     float* narrow;  // [rows, heads head_dim, what a mixer gives, or intermediate]
 };
 
-// What the first matrix gives of a row, and behind it what those of a CHANNEL_DELTA make of its end.
+// The first matrix's output for a row, followed by what a CHANNEL_DELTA's two matrices make of the end of it.
 static inline int64_t given_width(const dovetail::Layer& l) { return l.qkv.n + l.scan_gate.n + l.scan_decay.n; }
 
 static Buffers buffers(const dovetail::Layer& l, int64_t rows) {
@@ -184,7 +184,7 @@ static void add_half(const dovetail::Layer& l, float* hidden, float* update, con
     });
 }
 
-// x [rows, output.k] is multiplied by the gates of its numbers, or of its heads, [rows, mixer_gate.n], which are activated in place.
+// Multiplies x [rows, output.k] by the gates per number or per head [rows, mixer_gate.n], which are activated in place.
 static void open_gates(const dovetail::Layer& l, float* gates, float* x, int64_t rows) {
     const bool soft = l.gate_kind == dovetail::BY_SOFTPLUS, whole = l.mixer_gate.n == l.output.k;
     each_piece(rows * l.mixer_gate.n, [&](int64_t i, int64_t left) {

@@ -19,7 +19,7 @@ enum ScanRule : int { GATED_DELTA = 0, SELECTIVE = 1, SHORT_CONVOLUTION = 2, CHA
 
 // What the matrix before it gives of a row:
 //   GATED_DELTA       [query | key | value | gate | b | a], the first three go through the convolution
-//   CHANNEL_DELTA     [query | key | value | b | low gate | low a], likewise, and behind them what two matrices make of the low ones: [gate | a]
+//   CHANNEL_DELTA     [query | key | value | b | low gate | low a], likewise, followed by what two matrices make of the low ones: [gate | a]
 //   SELECTIVE         [query | key | value | gate | step], likewise
 //   SHORT_CONVOLUTION [before | behind | x], each as wide as the convolution: behind * convolution(before * x)
 struct Scan {
@@ -32,7 +32,7 @@ struct Scan {
     int32_t norm_width;  // numbers that have a norm together
     int32_t gate_first;  // the norm is of what has been multiplied by the gate
     float epsilon, query_scale, step_factor;  // step_factor: of the gated delta rule's b
-    int32_t low;  // numbers of the low gate, and of the low a
+    int32_t low;  // width of the low gate, and of the low a
     const float* taps_weights;  // [taps][channels], the oldest row's first
     const float* taps_bias;     // [channels], or null
     const float* decay;         // [value_heads], of which a row has e^(decay step)

@@ -54,7 +54,7 @@ struct ScanRows {
     float* given;  // [rows][stride] by the matrix
     int64_t stride;
     float* mixed;  // [rows][channels] behind the convolution
-    float* steps;  // [rows][step_width]: the decays, what values are multiplied by, and keys times their own decays
+    float* steps;  // [rows][step_width]: the decays, the factors of values, and keys times their decays
     float* out;    // [rows][value_heads value_dim], or the channels of a convolution
 };
 
@@ -210,7 +210,7 @@ static DT_INLINE void look_up(const Place& state, const float* key, int64_t n, C
     found = c;
 }
 
-// S = a S + k added, from one place to another, and while its numbers are in registers S^T q and S^T k of the next key. EACH: there is an a for each i.
+// S = a S + k added, from one place to another, and while its numbers are in registers S^T q and S^T k of the next key. EACH: with an a for each i.
 template <bool EACH, bool READS, bool GOES_ON>
 static DT_INLINE void renew(const Place& from, const Place& to, const Renewal& r, int64_t n, Chains& read, Chains& found) {
     const F16 one = set1(*r.decays);
@@ -263,7 +263,7 @@ static inline MixedRow mixed_row(const ScanUnit& u, const ScanRows& rows, int64_
     return {mixed + u.key_head * c.key_dim, mixed + keys + u.key_head * c.key_dim, mixed + 2 * keys + u.head * c.value_dim};
 }
 
-// What a row looks up a state by: its key, times its decays where each number has its own.
+// The key by which a row reads a state, times the decays if there is one per number.
 static inline const float* looking_up(const ScanUnit& u, const ScanRows& rows, int64_t row) {
     const dovetail::Scan& c = *u.scan;
     if (!by_channel(c)) return mixed_row(u, rows, row).key;

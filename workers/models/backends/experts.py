@@ -263,7 +263,7 @@ class ExpertProof(nn.Module):
         router.register_forward_pre_hook(hear)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [..., hidden] through the experts ids [rows, chosen], by their weights."""
+        """Return the weighted sum of the experts ids [rows, chosen] of x [..., hidden]."""
         assert self._plan is not None
         self.given, self._ids, self._weights = x.flatten(0, -2).clone(), ids, weights
         return mixture(self.given, ids, weights, self._expert).view(x.shape)
@@ -359,11 +359,11 @@ def _gated(experts: Any, x: Tensor) -> Tensor:
 
 
 FLAT = ("w1", "v1", "w2")
-"""Gates, ups and downs of all experts [experts units, hidden]; a down matrix is transposed."""
+"""The gate, up and transposed down matrices of all experts, [experts units, hidden] each."""
 
 
 def _stack(module: Any, flat: Any) -> None:
-    """Give a module of experts the stacks of its flat matrices, which lose their numbers."""
+    """Replace the flat matrices of a module of experts by stacks."""
     gate, up, down = (
         getattr(flat, name).detach().unflatten(0, (module.num_experts, -1)) for name in FLAT
     )

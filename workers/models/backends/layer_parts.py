@@ -148,7 +148,7 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
 class NoAngles(nn.Module):
     """Replaces transformers' rotary embedding: the kernels have a table of all angles."""
 
-    layer_types: Sequence[str] = ()  # those for which LFM3 asks for angles
+    layer_types: Sequence[str] = ()  # LFM3 asks for the angles of each
 
     def forward(self, *unused: Any, **also_unused: Any) -> None:
         """Compute nothing."""
@@ -255,7 +255,7 @@ def _numbers(layer: nn.Module, name: str | None) -> Tensor | None:
 BESIDE = "beside_"
 """The beginning of the names of the matrices of a mixer with a state that is next to attention."""
 BEHIND = ("scan_gate", "scan_decay")
-"""The names of the matrices of a mixer's gate and decays, behind its first one."""
+"""The names of the matrices of a mixer's gate and decays, which follow its first matrix."""
 AROUND = ("before", "behind")
 """The names of the matrices before and after experts of another width."""
 

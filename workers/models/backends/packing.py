@@ -187,7 +187,7 @@ class CoarseError(UnsupportedError):
 
 
 def compare_product(name: str, matrix: PackedMatrix, found: Tensor, expected: Tensor) -> None:
-    """`UnsupportedError` if rows by packed weights are far from those by the checkpoint's."""
+    """`UnsupportedError` if products with packed weights are far from the checkpoint's."""
     share = float((found - expected).norm() / (expected.norm() + 1e-20))
     most = PRODUCT_TOLERANCE[Kind(matrix.kind)]
     if matrix.kind is Kind.INT8 and most < share < 1:

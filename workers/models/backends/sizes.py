@@ -125,7 +125,7 @@ def _by_channel(config: Mapping[str, Any], layers: int, attending: int) -> State
     values = heads * width
     state, row = _of_state(values, width, heads, width)
     row += _filled(values) - _filled(heads)
-    # what the second matrices take is counted as a part of the first one
+    # the size of the second matrices is counted with the first one
     low = 2 * width + -(-2 * width * values // int(config["hidden_size"]))
     return StateSizes(layers, attending, 3 * values + heads + low, values, False, state, row)
 
@@ -266,7 +266,7 @@ def has_sizes(config: Mapping[str, Any]) -> bool:
 
 
 def _units(config: Mapping[str, Any]) -> Any:
-    """The units of an MLP, or of an expert where a layer has no MLP next to its experts."""
+    """The units of an MLP, or of an expert if layers have no MLP next to their experts."""
     names = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size")
     parts = config, config.get("ffn_config")
     found = (part.get(name) for part in parts if isinstance(part, Mapping) for name in names)

@@ -55,7 +55,7 @@ KERNELS_ALONE = {
     **dict.fromkeys(LATENT_FAMILIES, "attention over latents is"),
 }
 """Model types that the library does not compute, by which of their parts the kernels' layers do."""
-SPARSE = "need a sparse indexer, which chooses the tokens that they attend to and is missing here"
+SPARSE = "need a sparse indexer (it chooses the tokens to attend to), which is not supported"
 INDEXERS = ("index_topk", "sparse_attention_config", "sparse_num_index_heads")
 """Fields of configurations whose layers have a sparse indexer."""
 SUMMED = "attend to summaries of several tokens (compressed attention)"
@@ -144,7 +144,7 @@ def refuse_unknown(content: Mapping[str, Any], file: Path, *, known: bool, versi
 
 def composite(kind: str, part: str, file: Path) -> CheckpointError:
     """The error for a model that contains a language model."""
-    why = f"is a language model ({part}) with other parts, and that is not read alone here"
+    why = f"is a language model ({part}) with other parts, and cannot be loaded without them"
     return undecodable(file, kind, why)
 
 
@@ -190,8 +190,8 @@ def refuse_config(config: Any, model_class: Any, file: Path) -> None:
     base = getattr(getattr(config, "attn_config", None), "rope_theta", None)
     if base is not None and base != (used := config.rope_parameters["rope_theta"]):
         raise CheckpointError(
-            f"{file} has rope_theta {base} in attn_config, where transformers "
-            f"does not read it and takes {used}; add rope_theta {base} to rope_parameters"
+            f"{file} has rope_theta {base} in attn_config, which transformers ignores (it uses "
+            f"{used}); add rope_theta {base} to rope_parameters"
         )
 
 

@@ -95,7 +95,7 @@ def full_config(file: Path) -> dict[str, Any]:
 
 
 def fields_of(config: Any) -> dict[str, Any]:
-    """Return a configuration's fields, its sizes also by the names that most have, unless they are
+    """Return a configuration's fields, with its sizes also under their usual names, except for
     GPT-2's."""
     fields: dict[str, Any] = config.to_dict()
     named = () if "n_embd" in fields else SIZES
@@ -309,8 +309,8 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def base_model(model: Any) -> Any:
-    """Return the part of a model before its head; some classes return themselves, OPT's a decoder
-    within a part."""
+    """Return the part of a model before its head. The `base_model` of some classes is the model
+    itself, and OPT's contains that part."""
     if model.base_model is not model and model.config.model_type != "opt":
         return model.base_model
     return model.get_submodule(decoder_layers(model)[0].rpartition(".")[0])

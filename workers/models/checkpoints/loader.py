@@ -373,7 +373,7 @@ def linear_shapes(model: Any) -> list[tuple[int, int]]:
 
 
 def expert_shapes(model: Any) -> list[tuple[int, int]]:
-    """Return [out, in] of every expert's linears, from stacks [experts, out, in]; DBRX has none."""
+    """Return [out, in] of all experts' linears, from stacks [experts, out, in] or DBRX's fields."""
     if (flat := getattr(model.config, "ffn_config", None)) is not None:
         hidden, units = model.config.hidden_size, flat.ffn_hidden_size
         count = model.config.num_hidden_layers * flat.moe_num_experts

@@ -16,7 +16,7 @@ class Naming:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of the model's names, and what stands for each in the checkpoint's."""
     joined: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Ends of the model's names, and those of the pieces whose rows it concatenates."""
+    """Ends of the model's names -> those of the pieces whose rows are concatenated."""
 
 
 _MIXTRAL = {".mlp.": ".block_sparse_moe."}

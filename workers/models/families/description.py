@@ -76,12 +76,12 @@ class Attention:
     key_factor: float = 1.0  # the factor of keys
     gated: bool = False  # True if each head's queries are followed by a gate
     gate: str | None = None
-    """The linear of the gates, where these are not fused with the queries: for each number, or for
-    each head."""
+    """The linear of the gates, one per number or per head, if these are not fused with the
+    queries."""
     gate_kind: MixerGate = MixerGate.SIGMOID
     output_norm: str | None = None  # the norm of what the output's linear reads
     clip: float = 0.0  # queries, keys and values are clipped to -clip .. clip; 0: they are not
-    query_factor: float = 1.0  # the factor of queries that `scale` is part of in transformers
+    query_factor: float = 1.0  # the part of `scale` by which transformers multiplies queries
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Latent:
     rotated: int
     value_dim: int
     scale: float
-    rope: Rope | None  # None: even those numbers are not rotated
+    rope: Rope | None  # None: nothing is rotated
     growth: Growth | None = None
     query: str = "self_attn.q_proj"  # the linear of queries, or of what `query_up` makes queries of
     query_norm: str | None = None
@@ -125,7 +125,7 @@ class StateMixer:
     conv: str
     order: Given = Given.IN_ORDER
     behind: tuple[str, str] | None = None
-    """The linears of the gate and of the decays, which read the last two linears before it."""
+    """The linears of the gate and of the decays, which read the outputs of the last two given."""
     key_heads: int = 1
     value_heads: int = 0
     key_dim: int = 0
@@ -213,7 +213,7 @@ class Experts:
     stacks: tuple[str, str] = ("gate_up_proj", "down_proj")
     transposed: bool | None = None  # True if transposed; None: the part has a flag
     flat: str | None = None
-    """Its part with gates, ups and transposed downs one below the other, instead of stacks."""
+    """The part that has the gate, up and transposed down matrices concatenated, not stacked."""
     numbers: tuple[float, float] = (0.0, 0.0)  # the numbers of the activation
     shared: Mlp | None = None  # the MLP of all rows
     factor: float = 1.0  # the factor of the sum of the shared MLP and a row's experts

@@ -117,8 +117,8 @@ def _minicpm3(config: Any, index: int) -> LayerSpec:
 
 
 def _kimi_linear(config: Any, index: int) -> LayerSpec:
-    """Attention over latents that rotates nothing, or DeltaNets with a decay for each number of a
-    key; the first layers are dense."""
+    """Attention over latents, without rotation, or DeltaNets with a decay for each number of a key;
+    the first layers are dense."""
     mlp: Mlp | Experts = gated(config.hidden_act)
     if config.mlp_layer_types[index] == "sparse":
         mlp = _mixture(config, corrected_router(config))

@@ -149,8 +149,8 @@ def _cohere2(config: Any, index: int) -> LayerSpec:
 
 
 def _cohere2_moe(config: Any, index: int) -> LayerSpec:
-    """Layers without a window rotate nothing, but dense ones may; norms may be RMS norms. Weights
-    are of the chosen logits alone."""
+    """Layers without a window are not rotated, except for dense ones on request. Norms may be RMS
+    norms; experts' weights depend on the chosen logits alone."""
     dense = config.mlp_layer_types[index] == "dense"
     forced = dense and config.prefix_dense_sliding_window_pattern == 1
     rotates = forced or window(config, index) > 0
@@ -186,11 +186,11 @@ def _phimoe(config: Any, index: int) -> LayerSpec:
 
 
 def _dbrx(config: Any, index: int) -> LayerSpec:
-    """Queries, keys and values are clipped; experts are stored one below the other."""
+    """Queries, keys and values are clipped; matrices of experts are concatenated."""
     attends, mixes = config.attn_config, config.ffn_config
     if mixes.moe_normalize_expert_weights not in (None, 1):
         raise UnsupportedError(
-            "the kernels divide weights of experts by their sum, and by no other norm "
+            "the kernels divide experts' weights by their sum only "
             f"(moe_normalize_expert_weights = {mixes.moe_normalize_expert_weights})"
         )
     router = Router(
@@ -219,10 +219,10 @@ def _dbrx(config: Any, index: int) -> LayerSpec:
 
 
 def _opt(config: Any, index: int) -> LayerSpec:
-    """Positions are embedded; queries are multiplied by the factor of the scores."""
+    """Positions are embedded; transformers scales queries instead of scores."""
     if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
         raise UnsupportedError(
-            "the kernels norm no sums of a half and what it read, and project no embeddings "
+            "the kernels have no norms after residual sums, and no projections of embeddings "
             "(do_layer_norm_before, word_embed_proj_dim)"
         )
     scale = (config.hidden_size // config.num_attention_heads) ** -0.5

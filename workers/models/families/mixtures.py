@@ -216,7 +216,7 @@ def _hy_v3(config: Any, index: int) -> LayerSpec:
 
 
 def _laguna(config: Any, index: int) -> LayerSpec:
-    """Layers have their own numbers of heads, each with a gate, or with one for each number."""
+    """The number of heads depends on the layer; gates are per head or per number."""
     mixed = attention(
         config,
         index,

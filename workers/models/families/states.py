@@ -52,7 +52,7 @@ def _delta(config: Any, given: tuple[str, ...], order: Given) -> StateMixer:
 
 
 def _olmo_hybrid(config: Any, index: int) -> LayerSpec:
-    """OLMo 3's attention, which may rotate nothing, or DeltaNets with norms before the halves."""
+    """OLMo 3's attention, maybe without rotation, or DeltaNets with norms before both halves."""
     mlp = gated(config.hidden_act)
     if config.layer_types[index] == "full_attention":
         rotates = (config.rope_parameters or {}).get("rope_theta") is not None
@@ -136,7 +136,7 @@ def _lfm2(config: Any, index: int) -> LayerSpec:
 
 
 def _lfm3(config: Any, index: int) -> LayerSpec:
-    """LFM2 with windows and angles by the type of a layer, gated heads, and norms after halves."""
+    """LFM2 with windows, angles by the type of a layer, gated heads, and norms after halves."""
     spec = _lfm2(config, index)
     mixer: Any = spec.attention
     if (kind := config.layer_types[index]) != "conv":

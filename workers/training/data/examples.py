@@ -100,8 +100,8 @@ def arrange(
     if not kept:
         reasons = "; ".join(f"{count} {reason}" for reason, count in out.items())
         raise UserError(
-            f"the data hold no sequence to learn from ({reasons or 'they are empty'}); `dovetail "
-            "features --regenerate` lets the target answer"
+            f"the data have no sequence to learn from ({reasons or 'they are empty'}); with "
+            "`dovetail features --regenerate` the target writes the answers"
         )
     kept.sort(key=lambda row: hashlib.sha256(prompt_of(row.tokens, row.learn)).digest())
     return Examples(tuple(kept), cut, out)

@@ -192,8 +192,8 @@ class Features:
         if not self.first < middle < self.last:
             least = max(2, math.floor(0.5 / held) + 1)
             raise UserError(
-                f"{self.count} sequences cannot be split so that a share of {held} is held out: "
-                f"give at least {least}, of different prompts"
+                f"{self.count} sequences cannot be split to hold out a share of {held}: give at "
+                f"least {least}, with different prompts"
             )
         return replace(self, last=middle), replace(self, first=middle)
 

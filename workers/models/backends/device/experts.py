@@ -155,7 +155,7 @@ def activate(plan: LayerPlan, x: Tensor) -> Tensor:
 
 
 def gate_mixed(plan: LayerPlan, mixed: Tensor, x: Tensor) -> Tensor:
-    """Return attention's result [T, width] times its gates, a number or head each: x [T, gates],
-    before their function."""
+    """Return attention's result [T, width] times its gates, one per number or per head. x [T,
+    gates]: the gates before `gate_kind`."""
     gates = x.sigmoid() if plan.gate_kind is MixerGate.SIGMOID else softplus(x)
     return (mixed.reshape(*gates.shape, -1) * gates.unsqueeze(-1)).view(mixed.shape)

@@ -124,7 +124,7 @@ class StatefulRows:
 @dataclass(frozen=True)
 class _Given(Factors):
     query: Tensor  # [T, value_heads, key_dim, 1]
-    looking: Tensor  # [T, value_heads, key_dim, 1]: what is looked up in a state
+    looking: Tensor  # [T, value_heads, key_dim, 1]: reads the old value from a state
     value: Tensor  # [T, value_heads, value_dim]
     taken: Tensor | None  # [T, value_heads, 1, 1], times what a key reads of the state
 

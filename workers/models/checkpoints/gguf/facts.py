@@ -44,19 +44,19 @@ EQUAL = {
 PARTS = {
     ".indexer": "a sparse indexer",
     ".enc.blk.": "an encoder",
-    ".fc.": "the states of another model, for which it drafts",
-    ".nextn.pre_projection.": "the states of another model, for which it drafts",
+    ".fc.": "the states of the model that it drafts for",
+    ".nextn.pre_projection.": "the states of the model that it drafts for",
     ".altup_": "several states per token (AltUp)",
     ".time_mix_": "RWKV's recurrent states",
-    ".ssm_x.": "the recurrent states of the first Mamba",
+    ".ssm_x.": "the recurrent states of Mamba-1",
 }
-"""Parts of names of tensors -> what their layers need that no described architecture has."""
+"""Parts of tensor names -> what such a model needs, and no supported architecture has."""
 NEEDS = {
-    "attention.causal": (True, "attention in both directions"),
-    "attention.max_alibi_bias": (0, "scores lessened by distance (ALiBi)"),
+    "attention.causal": (True, "bidirectional attention"),
+    "attention.max_alibi_bias": (0, "attention scores that fall with distance (ALiBi)"),
     "num_loops": (1, "layers that run several times"),
 }
-"""Keys -> the value with which they need nothing, and what is needed with others."""
+"""Keys -> the value that needs nothing, and what a model with another value needs."""
 EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 """An architecture uses the one for its kind of norms; converters write both."""
 WINDOW = "attention.sliding_window"
@@ -204,8 +204,8 @@ class Facts:
         )
 
     def undescribed(self) -> CheckpointError:
-        """Return the error for an architecture that is not described here. It names what is
-        missing: by the file's tensors and keys, or else the description."""
+        """Return the error for an architecture that is not described here. By the file's tensors
+        and keys it names what is missing, or else the description."""
         facts, names = self.model.facts, [f".{name}" for name in self.tensors]
         found = [what for part, what in PARTS.items() if any(part in name for name in names)]
         for key, (needless, what) in NEEDS.items():
@@ -213,10 +213,10 @@ class Facts:
                 found.append(what)
         use = "use a model of another architecture"
         if not found:
-            found = ["a description of this architecture"]
-            use += ", or a folder of safetensors if its model type is described"
+            found = ["a description of its tensors"]
+            use += ", or a folder of safetensors if its model type is supported"
         where = f"{self.model.file} (architecture {self.architecture})"
-        return CheckpointError(f"{where}: it is not read here for lack of {found[0]}; {use}")
+        return CheckpointError(f"{where} is not supported: it needs {found[0]}; {use}")
 
     def _is_neutral(self, key: str) -> bool:
         if key == "use_parallel_residual":

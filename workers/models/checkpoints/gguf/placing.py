@@ -118,7 +118,7 @@ def placed_in(model: Model) -> dict[str, Placed]:
 
 
 def _activations(facts: Facts) -> dict[str, Placed]:
-    """Return the numbers of Apertus's activations, which are lists under keys."""
+    """Return the parameters of Apertus's activations, which files have as lists under keys."""
     head, found, layers = facts.model.heads[0], {}, facts.layers
     for part, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
         values = head.facts.get(key := f"xielu.{part}")
@@ -205,7 +205,7 @@ def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, 
 
 
 def _split(placed: Placed, facts: Facts) -> Iterator[tuple[str, Placed]]:
-    """Queries, keys and values that a file has in one tensor (`--fuse-qkv`), by files' names."""
+    """Yield the queries, keys and values of a fused tensor (`--fuse-qkv`), by files' names."""
     place, heads, first = placed.place, facts.whole(HEADS), 0
     keys = facts.each(KV_HEADS)[_layer_of(place.name)] if KV_HEADS in facts else heads
     each, rest = divmod(place.shape[0], max(1, heads + 2 * keys))

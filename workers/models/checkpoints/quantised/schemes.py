@@ -54,7 +54,7 @@ def scheme_of(content: Mapping[str, Any]) -> Scheme | None:
     if method == "auto-round":
         method = str(said.get("packing_format", "")).rpartition("auto_")[2] or method
     if method == "bitnet":
-        raise ValueError("bitnet, whose linear layers also round what they read to 8 bits")
+        raise ValueError("bitnet, whose linear layers also round their inputs to 8 bits")
     if method == "mxfp4" and content.get("model_type") == "gpt_oss":
         return None
     if (read := _READERS.get(method)) is None:

@@ -505,15 +505,15 @@ def _experts(facts: Facts) -> Configuration:
 
 
 def minicpm(facts: Facts) -> Configuration:
-    """Granite, whose factors older files do not have."""
+    """Granite; older files lack its factors, and are refused."""
     for key in ("embedding_scale", "residual_scale", "logit_scale"):
         facts.positive(key)
     return granite(facts)
 
 
 def granite_swa(facts: Facts) -> Configuration:
-    """Granite with sinks and windows, not rotated in some layers. With experts, an MLP for all rows
-    is next to them, if it has a width."""
+    """Granite with sinks and windows; some layers are not rotated. There may be experts, and next
+    to them a shared MLP."""
     facts.numbers("attention.sliding_window_pattern")  # llama.cpp has no default
     found = granite(facts)
     flags, base = "attention.rope_pattern", found["rope_parameters"]["rope_theta"]
@@ -591,7 +591,7 @@ def olmo(facts: Facts) -> Configuration:
 
 
 def command_r(facts: Facts) -> Configuration:
-    """Large ones norm queries and keys; the embedding is the head."""
+    """The large ones have norms of queries and keys; the head is the embedding."""
     return {
         **plain("cohere", biases=ATTENTION_BIAS, epsilon="layer_norm_eps")(facts),
         "logit_scale": facts.real("logit_scale", 0.0) or 1.0,

@@ -20,7 +20,7 @@ from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Fact
 SOFTMAX, SIGMOID = 1, 2  # functions that make scores of a router's logits, by llama.cpp's numbers
 NOTHING = 0
 SCORED = frozenset(("bailingmoe2", "dots1", "exaone-moe", "lfm2moe", "minimax-m2"))
-"""Architectures that must name their scores."""
+"""Architectures whose files must name the gating function."""
 GLM_FLASH = ((47, 154880), (48, 154880))  # layers and tokens of GLM-4.7-Flash
 LLAMA4_CHUNK = 8192  # positions of a chunk, and those after which queries grow (llama.cpp's)
 
@@ -77,7 +77,7 @@ def qwen2moe(facts: Facts) -> Configuration:
 
 
 def mellum(facts: Facts) -> Configuration:
-    """Layers with a window have their own rotation that is not scaled."""
+    """Layers with a window have their own base of angles, without scaling."""
     found = qwen3moe(facts)
     full, window = found["rope_parameters"], facts.whole("attention.sliding_window", 0)
     base = facts.positive("rope.freq_base_swa", full["rope_theta"])
@@ -91,7 +91,7 @@ def mellum(facts: Facts) -> Configuration:
 
 
 def afmoe(facts: Facts) -> Configuration:
-    """Three of four layers have a window, and only they rotate; the first have no experts."""
+    """Three of four layers have a window, and only these are rotated; the first are dense."""
     return {
         **_sigmoids(facts),
         "model_type": "afmoe",
@@ -105,16 +105,16 @@ def afmoe(facts: Facts) -> Configuration:
 
 
 def _sigmoids(facts: Facts) -> Configuration:
-    """Experts chosen by sigmoids, whose shares are always normalised in the checkpoint."""
+    """Experts chosen by sigmoids, whose weights transformers always normalises."""
     if not facts.truth("expert_weights_norm", False):
-        raise facts.refusal("its experts' shares are not normalised (expert_weights_norm)")
+        raise facts.refusal("its experts' weights are not normalised (expert_weights_norm)")
     return {**with_rms(facts), **experts_of(facts, SIGMOID)}
 
 
 def hy_v3(facts: Facts) -> Configuration:
-    """Experts next to a shared one, where a layer has a router."""
+    """Experts next to a shared one in layers with a router; the others are dense."""
     found = _sigmoids(facts)
-    facts.whole("leading_dense_block_count", 0)  # llama.cpp, too, goes by tensors
+    facts.whole("leading_dense_block_count", 0)  # llama.cpp ignores it, too
     routers = [f"blk.{at}.ffn_gate_inp.weight" in facts.tensors for at in range(facts.layers)]
     return {
         **found,
@@ -199,9 +199,9 @@ def bailingmoe2(facts: Facts) -> Configuration:
 
 
 def exaone_moe(facts: Facts) -> Configuration:
-    """GLM-4.5's experts; three of four layers have a window, and only they rotate."""
+    """GLM-4.5's experts; three of four layers have a window, and only these are rotated."""
     found = glm4moe(facts)
-    shared_width(facts)  # transformers has that of as many experts
+    shared_width(facts)  # transformers computes it from the number of experts
     return {
         **found,
         "model_type": "exaone_moe",

@@ -167,13 +167,13 @@ def granitehybrid(facts: Facts) -> Configuration:
 
 
 def kimi_linear(facts: Facts) -> Configuration:
-    """Unrotated attention over latents where layers have a key head, else KDA with as many heads;
+    """Attention over latents, without rotation, in layers with a key head, and KDA in the others;
     the first layers are dense."""
     found = {**latents_of(facts), **experts_of(facts, SIGMOID)}
     rotated = ("rope_parameters", "rope_interleave", "head_dim")
     dense = facts.whole("leading_dense_block_count", 0)
     if not facts.truth("expert_weights_norm", True):
-        raise facts.refusal("its experts' shares are not normalised")
+        raise facts.refusal("its experts' weights are not normalised (expert_weights_norm)")
     return {
         **{name: value for name, value in found.items() if name not in (*rotated, "num_experts")},
         "model_type": "kimi_linear",
