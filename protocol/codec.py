@@ -69,9 +69,12 @@ class Dialect(Generic[M]):
 def encode(message: Message) -> list[bytes]:
     """Return the frames of a message: the body, then one for each array that is not None;
     `ProtocolError` if the body is beyond the limit."""
-    body = message.__pydantic_serializer__.to_python(message)
-    arrays = [body[name].pop("data") for name in message.ARRAYS if body[name] is not None]
-    packed: bytes = msgpack.packb(body)
+    body, arrays = {**vars(message)}, []
+    for name in message.ARRAYS:
+        if (array := body[name]) is not None:
+            body[name] = {"dtype": array.dtype, "shape": array.shape}
+            arrays.append(array.data)
+    packed: bytes = msgpack.packb(body, default=vars)
     if len(packed) > MAX_BODY_BYTES:
         raise ProtocolError(
             f"a message {body['type']!r} of {len(packed)} bytes is beyond the limit of "

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.messages.parts import (
@@ -25,7 +25,7 @@ from dovetail.protocol.messages.parts import (
 )
 from dovetail.protocol.messages.registration import Limits, VocabularyFacts
 from dovetail.protocol.messages.rounds import RoundRecord, SeenSpan
-from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
+from dovetail.protocol.settings import Frozen, Sampling, TreeSettings, plain
 
 
 class Told(Frozen):
@@ -66,7 +66,7 @@ class Submit(Message):
     tokens: Tokens | None = None
     text: Text | None = None
     turns: Annotated[tuple[Text, ...], Field(max_length=MAX_TURNS, fail_fast=True)] | None = None
-    sampling: Sampling
+    sampling: Annotated[Sampling, AfterValidator(plain)]
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
     """0: the prompt is prefilled, and nothing is committed."""
     stop: Annotated[

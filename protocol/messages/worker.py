@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.experts import Experts
@@ -29,7 +29,7 @@ from dovetail.protocol.messages.parts import (
     Top,
 )
 from dovetail.protocol.messages.registration import Reads
-from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
+from dovetail.protocol.settings import Frozen, Sampling, TreeSettings, plain
 from dovetail.protocol.tree import TokenTree
 
 
@@ -80,7 +80,7 @@ class Open(AboutSession):
     """The size of the target's vocabulary: a draft never proposes an id at or above it."""
     end: Ends = ()
     """Ids that end the reply, which `Sampling.min_tokens` holds back."""
-    sampling: Sampling
+    sampling: Annotated[Sampling, AfterValidator(plain)]
     tree: TreeSettings
     features: Reads | None = None
     """The features that the session's draft reads: the target must send them for every token that

@@ -131,6 +131,11 @@ class Sampling(Frozen):
         return {str(token): bias for token, bias in pairs}
 
 
+def plain(one: Sampling) -> Sampling:
+    """Return the settings without the fields that a derived class adds."""
+    return Sampling(**{name: getattr(one, name) for name in Sampling.model_fields})
+
+
 class SamplingSettings(Sampling):
     """Defaults of a request."""
 

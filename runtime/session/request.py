@@ -93,7 +93,6 @@ class Request:
     ) -> Open:
         """Return the command for a worker to prefill this beginning of the token log; `round`: the
         one completed by the next token; `reads`: the features that the draft reads."""
-        sampling = {name: getattr(self.sampling, name) for name in Sampling.model_fields}
         return Open(
             epoch=epoch,
             session=session,
@@ -103,7 +102,7 @@ class Request:
             capacity=self.capacity,
             vocabulary_size=self.vocabulary_size,
             end=self.end,
-            sampling=Sampling(**sampling),  # the request's settings may be of a derived class
+            sampling=self.sampling,
             tree=self.tree,
             features=reads,
             replied=len(log) - len(self.prompt),
