@@ -234,7 +234,7 @@ class Peers:
             "and is dropped with its requests: send Hello again"
         )
         name = f"client {client.hello.name} (pid {client.hello.pid})"
-        self._decide(f"{name} reads nothing and is disconnected", logging.WARNING)
+        self._decide(f"{name} is not reading and is disconnected", logging.WARNING)
         self._tally.let_go += 1
         requests = sorted(client.outbox.requests | {*client.sessions} | {*client.reading})
         self.client_lost(client)

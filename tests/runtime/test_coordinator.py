@@ -615,7 +615,7 @@ def test_the_last_thing_that_a_client_hears_of_each_request_is_that_it_read_noth
     assert said[-1].session is None  # type: ignore[union-attr]
     report = house.report()
     assert report.totals.let_go == 1
-    assert any("reads nothing and is disconnected" in words for words in report.decisions)
+    assert any("is not reading and is disconnected" in words for words in report.decisions)
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
 
 

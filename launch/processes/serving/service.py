@@ -446,7 +446,7 @@ def registered(ours: Mapping[str, tuple[str, int]], workers: Iterable[WorkerStat
 
 def loss_of(place: tuple[str, int], decisions: Sequence[str]) -> str:
     """Return why the coordinator lost the worker at this machine and pid, by its last decision
-    about it; empty: it did not decide anything, as if it has let the worker go."""
+    about it; empty if there is none, as when it let the worker go."""
     host, pid = place
     found = [line.partition(f" (pid {pid} on {host}) ")[2] for line in decisions]
     why = next(filter(None, reversed(found)), "")

@@ -273,8 +273,8 @@ class Watch:
         why: Mapping[str, str] = MappingProxyType({}),
     ) -> list[Action]:
         """Handle the root's report of registered parts, and of those replaced by other workers, in
-        `given` on purpose. Parts that an operator `drained` are not restarted. `why`: the reasons
-        for which the root lost parts."""
+        `given` on purpose. Parts that an operator `drained` are not restarted. `why`: why
+        the root lost parts."""
         self._states[self._root].hear(now_s)
         for name in drained:
             if name in self._away:

@@ -49,8 +49,8 @@ def is_composite(content: Mapping[str, Any]) -> bool:
 
 
 def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of a config.json's language model; `content` if it is nothing
-    else, and a supported Ling's as transformers reads it."""
+    """Return the configuration of a config.json's language model: `content` if it has no other
+    parts, and for a supported Ling that of sarvam_moe."""
     if is_ling(content) and not why_not_ling(content):
         return from_ling(content)
     if not is_composite(content):

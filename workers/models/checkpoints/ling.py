@@ -1,5 +1,5 @@
-"""Ling 2.0 and Ring 2.0. Their config.json calls for program code, which is never run; it computes
-what transformers computes as sarvam_moe, from tensors of the same names."""
+"""Ling 2.0 and Ring 2.0. Their config.json names program code, which is never run: transformers'
+sarvam_moe computes the same from tensors of the same names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ _UNREAD = (
     *("max_window_layers", "mtp_loss_scaling_factor", "output_router_logits", "use_cache"),
     *("moe_shared_expert_intermediate_size", "rotary_dim"),
 )
-"""Fields that the model's own code does not read for a reply."""
+"""Fields that do not affect replies."""
 _RENAMED = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 
 
