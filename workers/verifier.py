@@ -92,8 +92,6 @@ class Verifier(Opener):
             length=len(session.log),
             prefix=item.prefix,
         )
-        if session.log[-1] in session.end:  # the verdict has been sent: the pass is not needed
-            raise RequestError("session", f"session {item.session}: its reply has ended")
         for found, most, what in (
             (len(item.tokens), session.tree.most_nodes, "nodes of a tree"),
             (len(session.log), session.capacity, "tokens"),

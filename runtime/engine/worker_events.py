@@ -60,6 +60,7 @@ class WorkerEvents:
             raise StaleError(f"an event from another incarnation of {worker.name}")
         worker.traffic.received_bytes += size
         worker.silent, worker.liveness.silent_ns = False, 0
+        worker.awaiting_probe &= not isinstance(event, Probed)  # even if its answer cannot be read
         self._notes.append(partial(self._observing.event, worker, event))
         try:
             self._take(worker, event, now_ns, size)
@@ -343,7 +344,7 @@ class WorkerEvents:
         return running
 
     def _probed(self, worker: Worker, event: Probed, now_ns: int) -> None:
-        worker.probed, worker.awaiting_probe = event, False
+        worker.probed = event
         if event.sent_ns <= now_ns:
             worker.trips.append(now_ns - event.sent_ns)
             worker.round_trip_ns = min(worker.trips)

@@ -350,7 +350,7 @@ def test_rounds_without_speculation_are_told_with_the_last_reason_that_is_a_sess
     told = without_speculation(measured, (), insists=False, last=2)
     assert told == "without speculation in 2 of 14 rounds: 2 to measure the target alone"
     assert without_speculation(measured, decisions, insists=False, last=2).endswith(
-        "a single row; session 2: drafting stopped"
+        "the target alone; session 2: drafting stopped"
     )
     told = without_speculation(some, (), insists=False, last=3, missing="its draft worker was lost")
     assert told == "without speculation in 12 of 40 rounds: its draft worker was lost"

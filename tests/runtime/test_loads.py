@@ -11,6 +11,7 @@ import pytest
 
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.settings import TreeSettings
+from dovetail.runtime.control.controller import CONTROLLED
 from dovetail.runtime.control.on_off import Crowd, Experience, OnOff
 from dovetail.runtime.control.pricing import worth_waiting
 from dovetail.runtime.control.rounds import ALONE, Load
@@ -147,7 +148,7 @@ def test_after_a_burst_a_lone_session_is_drafted_for_within_its_first_reply(
 def test_a_draft_that_is_slow_at_its_very_first_order_is_not_given_up() -> None:
     house = Crowded()
     house.draft.late_s = 0.5
-    house.run(1, 5)
+    house.run(1, 5 + CONTROLLED)
     assert len(house.draft.orders) == 1
     house.draft.late_s = 0.0
     (stream,) = streams = house.run(1)

@@ -126,7 +126,7 @@ HALVES = {
     **dict.fromkeys((Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S), (0,)),
 }
 """Offsets of the 16-bit scales in a block, in bytes."""
-BLOCKED = (*HALVES, *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0), Type.MXFP4)
+BLOCKED = (*(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0), Type.MXFP4, *HALVES)
 PLAIN = (Type.F32, Type.F16, Type.BF16)
 LARGEST_CODES = {Type.Q6_K: 4096, Type.Q5_K: 2048, Type.Q4_K: 1024}
 """About the largest number that codes and inner scales give; of other types less."""

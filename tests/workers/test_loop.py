@@ -856,19 +856,6 @@ def test_a_draft_worker_closes_its_sessions_and_holds_what_is_left(llama_folder:
     assert len(worker.kept) == 0
 
 
-def test_no_pass_follows_a_token_that_ends_the_reply(coordinator: Coordinator) -> None:
-    coordinator.ask(opening(1))
-    verdict = coordinator.ask(verifying((1, 1, len(PROMPT) + 1)))
-    assert isinstance(verdict, Verified)
-    coordinator.ask(opening(2, end=(verdict.items[0].bonus,)))
-    orders = [verifying((2, 1, len(PROMPT) + 1)), verifying((2, 2, len(PROMPT) + 2))]
-    coordinator.send(*orders)  # the second is requested early
-    assert isinstance(coordinator.next(), Verified)
-    failure = coordinator.next()
-    assert isinstance(failure, Failed)
-    assert (failure.session, failure.round, failure.code) == (2, 2, "session")
-
-
 def test_a_newcomer_reports_the_sessions_that_it_opens_except_for_trials(
     settings: TargetSettings,
 ) -> None:

@@ -205,7 +205,6 @@ class Opener:
             order.features,
             order.logprobs,
             order.round,
-            order.end,
             own,
         )
 

@@ -32,7 +32,6 @@ class TargetSession:
     logprobs: int | None
     """How many alternatives each token's log-probabilities include; None: no log-probabilities."""
     round: int = 0
-    end: Sequence[int] = ()  # tokens that end the reply
     own: int = 0  # slots of the cache that verification writes to; later ones belong to the draft
     held: HeldFeatures = field(default_factory=HeldFeatures)
     """Features of verdicts that are held back."""
