@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError, TreeError
-from dovetail.protocol.messages import ReadItem, Reads, VerifiedItem, VerifyItem
+from dovetail.protocol.messages import AHEAD, ReadItem, Reads, VerifiedItem, VerifyItem
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices.memory import without_graphs
@@ -185,7 +185,8 @@ class Verifier(Opener):
         if not keep:
             self.kept.drop(number)
         elif session is not None and self.kept.takes(len(session.log)):
-            session.cache.resize(session.cache.length)
+            if session.key != AHEAD:
+                session.cache.resize(session.cache.length)
             self.kept.add(number, Left(session.log, session.cache))
 
     def suspend(self) -> KeptSessions[Left]:

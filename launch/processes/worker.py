@@ -42,7 +42,7 @@ from dovetail.launch.settings.models import with_draft, with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
-from dovetail.protocol.messages import Drain, Open, WorkerState
+from dovetail.protocol.messages import AHEAD, Drain, Open, WorkerState
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.gguf.view import resolved
@@ -268,7 +268,7 @@ class WorkerProcess:
 def _pace_for(order: Open) -> None:
     """End pacing when a client's session opens. Raise the share for every later prefill of a log
     that is about to move here, so that it does not fall behind the stream."""
-    if order.capacity > len(order.prompt) + 1:  # else it has room for the first token only
+    if order.key != AHEAD:
         pace(None)
     elif order.base is not None:
         pace_less()

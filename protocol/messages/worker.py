@@ -32,6 +32,8 @@ from dovetail.protocol.messages.registration import Reads
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings, plain
 from dovetail.protocol.tree import TokenTree
 
+AHEAD = bytes(16)  # the key of a session that only prefills the log of one that will move here
+
 
 class ReadItem(Frozen):
     """A chunk of a log to be read."""
@@ -73,6 +75,8 @@ class Open(AboutSession):
     type: Literal["open"] = "open"
     round: Count = 0
     key: Annotated[bytes, Field(min_length=16, max_length=16)]
+    """The key of the noise. Zeros: the session only prefills a log ahead of a move; kept, it keeps
+    all its memory, for the session that moves here."""
     prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
     capacity: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     """The greatest length of this sequence, including the prompt."""

@@ -5,7 +5,7 @@ session reuses them: it pauses only until the tokens committed meanwhile are pre
 import os
 from dataclasses import dataclass, replace
 
-from dovetail.protocol.messages import Failed, Finished, Hello, Message
+from dovetail.protocol.messages import AHEAD, Failed, Finished, Hello, Message
 from dovetail.runtime.engine.acts import EngineState
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
@@ -54,7 +54,9 @@ class ReadingAhead:
         log = replace(
             session.request,
             prompt=session.request.log(session.tokens, session.length),
+            key=AHEAD,
             max_tokens=0,
+            least_capacity=session.request.capacity,
             logprobs=None,
             record=False,
         )

@@ -57,6 +57,7 @@ class Request:
     logprobs: int | None = None
     scored: bool = False
     owner: str = ""
+    least_capacity: int = 0
     packed: bytes = field(init=False, repr=False)
     """The prompt in the form that the prefix cache compares; computed with the request, when a
     millisecond does not matter."""
@@ -75,7 +76,7 @@ class Request:
     @property
     def capacity(self) -> int:
         """The most tokens of prompt and reply together, at least one for the reply."""
-        return len(self.prompt) + max(1, self.max_tokens)
+        return max(self.least_capacity, len(self.prompt) + max(1, self.max_tokens))
 
     @property
     def may_reuse(self) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import (
+    AHEAD,
     Close,
     Command,
     Dismissed,
@@ -265,6 +266,8 @@ def test_a_target_that_replaces_another_has_read_the_log_of_a_session_before_it_
     targets = (worker for worker in scene.house.coordinator.registry.workers.values())
     assert not any("_codec" in vars(one.language) for one in targets)  # no tokenizer was read
     assert all(one.kept and len(one.prompt) - one.kept <= MOST_LAG for one in opened)
+    ahead = [one for one in newcomer.seen if isinstance(one, Open) and one.key == AHEAD]
+    assert {one.capacity for one in ahead} == {one.capacity for one in opened}
 
 
 def test_a_log_is_prefilled_again_while_fewer_tokens_come_than_were_prefilled() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import (
+    AHEAD,
     Close,
     Closed,
     Draft,
@@ -278,6 +279,18 @@ def test_a_base_that_is_unknown_or_other_than_the_prompt_is_refused_and_nothing_
         turn(anew, 2, log, GREEDY, seed=2),
     )
     assert (found.log, found.numbers) == (expected.log, expected.numbers)
+
+
+@needs_kernels
+def test_a_log_that_is_prefilled_ahead_keeps_the_memory_for_the_session_that_moves_here(
+    halved_llama: LanguageModel,
+) -> None:
+    verifier, sizes = Verifier(halved_llama, Spans(), kept_tokens=KEPT), {"capacity": CONTEXT}
+    [*verifier.open(order(1, PROMPT, key=AHEAD, sampling=GREEDY, tree=TREE, **sizes))]
+    (rows,) = (session.cache.values.data_ptr() for session in verifier._sessions.values())  # type: ignore[attr-defined]
+    verifier.close(1, keep=True)
+    turn(verifier, 2, (*PROMPT, 5), GREEDY, seed=2, base=1, kept=len(PROMPT))
+    assert verifier._sessions[2].cache.values.data_ptr() == rows  # type: ignore[attr-defined]
 
 
 def test_what_is_closed_without_being_kept_is_gone(llama: LanguageModel) -> None:
