@@ -290,6 +290,17 @@ VARIED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "final_logit_softcapping": 30.0,
     },
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 40,
+        "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0, 0.0, 0.0],
+        "laurel_rank": 9,
+        "altup_num_inputs": 3,
+        "final_logit_softcapping": 30.0,
+    },
     "gemma4_text small": {
         "layer_types": ["sliding_attention", "full_attention"] * 3,
         "num_hidden_layers": 6,

@@ -1,6 +1,8 @@
 """The facts that llama.cpp's converter writes into a GGUF file, by architecture."""
 
+import math
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -309,6 +311,19 @@ def _of_others(
         return {"attention.key_length": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
     if config["model_type"] == "youtu":
         return {"leading_dense_block_count": config["num_hidden_layers"], "expert_shared_count": 0}
+    if architecture == "gemma3n":
+        shares = config["activation_sparsity_pattern"]
+        return {
+            "attention.sliding_window": config["sliding_window"],
+            "attention.sliding_window_pattern": kinds,
+            "attention.shared_kv_layers": config["num_kv_shared_layers"],
+            "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            "activation_sparsity_scale": [
+                NormalDist().inv_cdf(share) if share else -math.inf for share in shares
+            ],
+            "altup.active_idx": config["altup_active_idx"],
+            "altup.num_inputs": config["altup_num_inputs"],
+        }
     return _of_gemma4(config, kinds) if architecture == "gemma4" else {}
 
 

@@ -66,6 +66,7 @@ ARCHITECTURES = {
     "nemotron": "nemotron",
     "olmo": "olmo",
     "jais2": "jais2",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "llama4_text": "llama4",
     "qwen3_next": "qwen3next",
@@ -105,6 +106,7 @@ BARE = re.compile(r"(e_score_correction|expert_bias)(?:_bias)?$")
 SAME_NAMES = {"granite_swa": "granitehybrid", "hy_v3": "dots1", "mellum": "qwen3moe"}
 """Architectures that the package does not know -> others with the same names."""
 OWN_NAMES = {
+    "altup.correct_output_scale": "altup_correct_scale.weight",
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
@@ -170,9 +172,8 @@ def write_gguf(
         numbers = change(torch.cat([weights[n].double().flatten() for n in own]))
         shift = 1.0 if _shifted(architecture, name) else 0.0
         kind = kinds(name, tuple(whole.shape)) if name.endswith(".weight") else Type.F32
-        exact = any(
-            part in name for part in ("ffn_gate_inp", "shortconv.conv", "conv1d", "ssm_norm")
-        )
+        numbers_alone = ("ffn_gate_inp", "shortconv.conv", "conv1d", "ssm_norm", "altup", "laurel")
+        exact = any(part in name for part in numbers_alone)
         kind = Type.F32 if whole.ndim < 2 or exact else kind
         decays = name.endswith("ssm_a")
         numbers = numbers.float().exp().neg() if decays else numbers
@@ -261,6 +262,12 @@ def named(
         if (name == "lm_head.weight" and tied) or ".act_fn." in name:
             continue
         shape = tuple(tensor.shape)
+        if ".altup_" in name:  # linears of a list, which are one tensor
+            stem, number, _ = name.rsplit(".", 2)
+            own = [f"{stem}.{i}.weight" for i in range(config["altup_num_inputs"] - 1)]
+            if number == "0":
+                found[table.get_name(f"{stem}.weight", (".weight",))] = own, _shaped((-1, *shape))
+            continue
         layer = next((f"blk.{part}" for part in name.split(".") if part.isdecimal()), "")
         if (rest := name.rpartition(f"{layer[4:]}.")[2]) in OWN_NAMES:
             found[f"{layer}.{OWN_NAMES[rest]}"] = [name], _shaped(shape)
@@ -474,7 +481,7 @@ def _gpt_oss_experts(table: Any, name: str, shape: tuple[int, ...]) -> dict[str,
 
 def _shifted(architecture: str, name: str) -> bool:
     plus_one = architecture.startswith(("gemma", "qwen35", "qwen3next"))
-    plus_one = plus_one and architecture != "gemma4"
+    plus_one = plus_one and architecture not in ("gemma3n", "gemma4")
     if architecture == "nemotron":
         return "norm" in name and name.endswith(".weight")
     return plus_one and "norm" in name and "ssm_norm" not in name

@@ -32,8 +32,7 @@ PROMPT, TREE = 40, 12
 """Tokens that are read at once, beyond every tiny window, and then a path of a tree."""
 TOLERANCE = {"fp32": 1e-3, "int8": 0.25}
 UNBUILT = {"dots3_note", "gemma3n", "gemma4_assistant", "musicgen", "musicgen_melody"}
-"""Types of which no tiny configuration is there that transformers builds; all are refused by their
-name."""
+"""Types of which no tiny configuration is there that transformers builds; all are refused."""
 DTYPES = {"fp32": torch.float32, "int8": torch.float32}
 
 
@@ -130,8 +129,6 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
 @pytest.mark.parametrize(
     ("kind", "missing"),
     [
-        ("gemma3n", "several states per token (AltUp)"),
-        ("gemma3n_text", "several states per token (AltUp)"),
         ("gemma4_unified_assistant", "which is not supported"),
         ("axk2", "of type indexed_attention, which need a sparse indexer"),
         ("minimax", "of type linear_attention, which keep a recurrent state; states are"),

@@ -12,16 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.workers import kernels
 from dovetail.workers.kernels.layer_plan import HeadNorm, Score
 from dovetail.workers.models import loading
 from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.models.families.description import Experts, Family, Growth, LayerSpec, Rope
 from dovetail.workers.models.families.names import DESCRIBED
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.states import LAST
 from support.architectures import ROPE, VARIED, VOCABULARY, write_tiny, write_varied
 from support.decoded import extend, in_a_tree
 from support.models import reference_logits
@@ -35,7 +38,7 @@ NEW = (
     *("smollm3", "glm4", "granite", "olmo3", "exaone4", "cohere2", "apertus"),
     *("qwen3_moe", "glm4_moe", "gpt_oss", "gemma4_text", "gemma4_text small", "llama4_text"),
     *("ministral3", "gpt_neox", "nemotron", "olmo", "gpt2", "opt", "bitnet"),
-    *("laguna", "phimoe", "dbrx"),
+    *("laguna", "phimoe", "dbrx", "gemma3n_text"),
     *("qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid"),
     *("lfm2_moe", "bamba", "falcon_h1", "nemotron_h", "lfm3", "olmo_hybrid", "kimi_linear"),
     *("deepseek_v2", "deepseek_v3"),
@@ -115,11 +118,26 @@ def test_a_row_has_the_same_bytes_in_any_chunk(
         assert torch.equal(read(model, ids, chunks), whole)
 
 
+def test_of_several_states_per_token_heads_read_the_first_and_a_gpu_computes_none(
+    loaded: Callable[[str, str], LanguageModel],
+) -> None:
+    model, ids = loaded("gemma3n_text", "fp32"), torch.tensor(tokens())
+    segment = Segment(model.new_cache(len(ids)), 0, len(ids))
+    rows = ids, torch.arange(len(ids)), [segment]
+    _, states = model.forward_with_states(*rows, wanted={0, 1, LAST})
+    assert {part.shape for part in states.values()} == {(len(ids), model.hidden_size)}
+    embedded = model.back_end._model.get_input_embeddings()(ids)  # type: ignore[attr-defined]
+    assert torch.equal(states[0], embedded)
+    plan = model.back_end._layers[0].plan  # type: ignore[attr-defined]
+    with pytest.raises(SettingsError, match=r"computes no layers with several .* use the CPU"):
+        TorchEngine(torch.device("cpu")).take(plan)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
-        *("gpt_oss", "apertus", "gpt_neox", "gemma4_text", "gemma4_text small"),
+        *("gpt_oss", "apertus", "gpt_neox", "gemma3n_text", "gemma4_text", "gemma4_text small"),
         *("bamba", "falcon_h1", "youtu"),
     ],
 )

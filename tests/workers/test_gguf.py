@@ -210,6 +210,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "olmo": WIDE,
     "jais2": WIDE,
     "gemma4_text": {**VARIED["gemma4_text"], **WIDE, **LOCAL, "moe_intermediate_size": 256},
+    "gemma3n_text": {
+        **VARIED["gemma3n_text"],
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "hidden_size_per_layer_input": 32,
+        "laurel_rank": 32,
+    },
     "gemma4_text small": {
         **VARIED["gemma4_text small"],
         "hidden_size": 256,

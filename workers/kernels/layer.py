@@ -27,6 +27,7 @@ from dovetail.workers.kernels.experts import NormStruct, experts_struct, matrix_
 from dovetail.workers.kernels.layer_plan import (
     CODES,
     LANES,
+    STREAM_MATRICES,
     Activation,
     BesidePlan,
     CacheRows,
@@ -37,6 +38,7 @@ from dovetail.workers.kernels.layer_plan import (
     NormKind,
     Rotary,
     SharedRows,
+    StreamsPlan,
     check_shapes,
 )
 
@@ -88,6 +90,19 @@ class LayerStruct(Structure):
         ("gate_kind", c_int32),
         *((name, MatrixStruct) for name in ("scan_gate", "scan_decay")),
         *((name, NormStruct) for name in ("mixer_norm", "inner_norm")),
+        ("streams", c_void_p),
+        ("cut", c_float),
+    )
+
+
+class StreamsStruct(Structure):
+    """`Streams` of native/layer.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("count", "reserved")),
+        *((name, MatrixStruct) for name in STREAM_MATRICES),
+        *((name, NormStruct) for name in ("router_norm", "norm")),
+        ("scale", c_void_p),
     )
 
 
@@ -187,6 +202,7 @@ def _functions() -> Any:
             ),
             "dt_gate": (None, (POINTER(ActivatorStruct), c_void_p, c_void_p, c_int64, c_int64)),
             "dt_tanh": (None, (c_void_p, c_int64)),
+            "dt_match": (None, (c_void_p, c_void_p, c_int64, c_int64, c_float)),
             "dt_rotary_table": (None, (c_void_p, c_int64, c_float, c_int64, c_void_p, c_void_p)),
         },
     )
@@ -302,6 +318,10 @@ class DecoderLayer:
         self._latent = None if plan.latent is None else latent_struct(plan.latent)
         if self._latent is not None:
             self.struct.latent = addressof(self._latent)
+        self._streams = None if plan.streams is None else _streams_struct(plan.streams, plan.hidden)
+        if self._streams is not None:
+            self.struct.streams = addressof(self._streams)
+        self.width = plan.hidden * (1 if plan.streams is None else plan.streams.count)
         self._functions = _functions()
         self._reference = byref(self.struct)
 
@@ -311,7 +331,7 @@ class DecoderLayer:
         _set_rotary(self.struct, rotary)
 
     def run(self, rows: LayerPass, hidden: Tensor, given: Tensor | None = None) -> None:
-        """Run the rows' hidden states, float32 [rows, hidden], through this layer in place. `given`
+        """Run the rows' hidden states, float32 [rows, width], through this layer in place. `given`
         [rows, plan.given]: what attention reads instead of the states."""
         if self.plan.given:  # attention alone, part by part
             assert given is not None
@@ -321,7 +341,7 @@ class DecoderLayer:
             self.place(rows, qkv)
             hidden += self.plan.output.linear(self.attend(rows, qkv))
             return
-        rows.struct.hidden = _address(hidden, (rows.rows, self.struct.hidden))
+        rows.struct.hidden = _address(hidden, (rows.rows, self.width))
         self._functions.dt_layer(self._reference, rows.reference)
 
     def run_next(self, rows: LayerPass) -> None:
@@ -394,6 +414,15 @@ def tanh(x: Tensor) -> Tensor:
     return y
 
 
+def match(x: Tensor, y: Tensor, least: float) -> Tensor:
+    """Return y [rows, width], whose rows are scaled, in place, to the root mean square of those of
+    x; their own mean square counts as at least `least`. The same bytes on every CPU."""
+    rows, width = x.shape
+    addresses = (_address(part, (rows, width)) for part in (x, y))
+    _functions().dt_match(*addresses, rows, width, least)
+    return y
+
+
 def _layer_struct(plan: LayerPlan) -> LayerStruct:
     check_shapes(plan)
     struct = LayerStruct(
@@ -415,6 +444,7 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         head_norm=plan.head_norm,
         parallel=plan.parallel,
         reads=plan.reads is not None,
+        cut=plan.cut,
     )
     for name in ("heads", "kv_heads", "head_dim", "norm_kind"):
         setattr(struct, name, getattr(plan, name))
@@ -441,6 +471,12 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         struct.input_gate, struct.input_projection = own.gate.struct, own.projection.struct
         struct.input_norm, struct.input_first = norm_struct(own.norm, struct.hidden), own.first
     return struct
+
+
+def _streams_struct(plan: StreamsPlan, hidden: int) -> StreamsStruct:
+    matrices = (getattr(plan, name).struct for name in STREAM_MATRICES)
+    norms = (norm_struct(norm, hidden) for norm in (plan.router_norm, plan.norm))
+    return StreamsStruct(plan.count, 0, *matrices, *norms, _address(plan.scale, (hidden,)))
 
 
 def _beside_struct(plan: BesidePlan, hidden: int) -> BesideStruct:

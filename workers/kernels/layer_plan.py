@@ -11,6 +11,8 @@ from torch import Tensor
 from dovetail.workers.kernels import PackedMatrix, check_matrix, fresh_memory
 from dovetail.workers.kernels.states import ScanPlan, StateRows
 
+MOST_STREAMS = 8  # states of a token that a layer can have
+STREAM_MATRICES = ("router", "predict", "correct", "left", "right")  # of a `StreamsPlan`
 LANES = 16  # positions interleaved in a block of keys; capacities are multiples of it
 CODES = torch.int8
 """Type of 8-bit keys and values: blocks of 32 codes of a head, each with a 16-bit scale."""
@@ -174,6 +176,27 @@ class InputPlan:
 
 
 @dataclass(frozen=True)
+class StreamsPlan:
+    """Several states per token (AltUp), with a low-rank addition to attention (LAuReL). Each state
+    first becomes itself plus a mix of all; the layer computes the first, and each gets a share of
+    its gain. The coefficients are a matrix's output for the tanh of a router's."""
+
+    router: PackedMatrix  # [count, hidden]
+    router_norm: Norm
+    predict: PackedMatrix  # [count count, count]
+    correct: PackedMatrix  # [count, count]
+    scale: Tensor  # float32 [hidden]: factors of what the layer's own input reads
+    left: PackedMatrix  # [rank, hidden]
+    right: PackedMatrix  # [hidden, rank]
+    norm: Norm  # the norm of the low-rank update
+
+    @property
+    def count(self) -> int:
+        """Return the number of states."""
+        return self.correct.n
+
+
+@dataclass(frozen=True)
 class LatentPlan:
     """Attention over latents: a row of the cache is a latent and a rotated key that all heads
     share. Instead of expanding latents to keys and values of each head, queries and results go
@@ -283,6 +306,8 @@ class LayerPlan:
     """The layer whose keys and values it reads, located by `heads_before`; None if it has its
     own."""
     own_input: InputPlan | None = None
+    streams: StreamsPlan | None = None  # None: a token has one state
+    cut: float = 0.0  # gates lose their mean plus this many deviations, and are >= 0; 0: no
     given: int = 0
     """The width of attention's own input, for heads that also read embeddings, in a layer without
     an MLP; 0: it reads the states."""
@@ -308,6 +333,8 @@ class LayerPlan:
             parts += [self.own_input.gate, self.own_input.projection]
         if self.latent is not None:
             parts.append(self.latent.query_up)
+        if self.streams is not None:
+            parts += [self.streams.left, self.streams.right]
         return [part for part in parts if part]
 
     @property
@@ -403,6 +430,14 @@ def check_shapes(plan: LayerPlan) -> None:
     if (own := plan.own_input) is not None:
         check_matrix("gate of the input", own.gate, own.projection.k, hidden)
         check_matrix("projection of the input", own.projection, hidden, own.projection.k)
+    if (streams := plan.streams) is not None:
+        count, rank = streams.count, streams.left.n
+        if count > MOST_STREAMS or plan.parallel or None in (plan.attention_norm, plan.mlp_norm):
+            raise ValueError(f"{count} streams, or streams without norms of both halves")
+        first = (count, hidden), (count * count, count), (count, count)
+        shapes = (*first, (rank, hidden), (hidden, rank))
+        for name, shape in zip(STREAM_MATRICES, shapes, strict=True):
+            check_matrix(f"{name} of streams", getattr(streams, name), *shape)
 
 
 def _check_mixers(plan: LayerPlan, qkv: PackedMatrix, output: PackedMatrix) -> None:

@@ -60,6 +60,16 @@ void dt_tanh(float* x, int64_t count) {
     parallel(body);
 }
 
+// Rows of y [rows, width] are scaled to the root mean square of those of x; their own mean square counts as `least` at least. Sums are of doubles, in order.
+void dt_match(const float* x, float* y, int64_t rows, int64_t width, float least) {
+    for (const float* end = x + rows * width; x < end; x += width, y += width) {
+        double wanted = 0.0, found = 0.0;
+        for (int64_t i = 0; i < width; i++) wanted += (double)x[i] * x[i], found += (double)y[i] * y[i];
+        const double n = static_cast<double>(width), by = std::sqrt(wanted / n / (found / n > least ? found / n : least));
+        for (int64_t i = 0; i < width; i++) y[i] *= static_cast<float>(by);
+    }
+}
+
 void dt_layer(const Layer* layer, const Pass* pass) {
     const Turn mine;
     active().layer(*layer, *pass);

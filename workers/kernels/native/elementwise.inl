@@ -45,20 +45,35 @@ static inline void rms_norm(const float* x, const float* weight, float* y, int64
     for (int64_t i = 0; i < n; i += LANES) put(y + i, mul(mul(take(x + i, n - i), scale), take(weight + i, n - i)), n - i);
 }
 
-static inline void layer_norm(const float* x, const float* weight, const float* bias, float* y, int64_t n, float epsilon) {
+static inline float mean_of(const float* x, int64_t n) {
     F16 total = zero();
     for (int64_t i = 0; i < n; i += LANES) total = add(total, take(x + i, n - i));
-    const float mean = sum(total) / (float)n;
+    return sum(total) / (float)n;
+}
+
+static inline float variance_of(const float* x, int64_t n, float mean) {
     F16 squares = zero();
     for (int64_t i = 0; i < n; i += LANES) {
         const F16 v = only(sub(take(x + i, n - i), set1(mean)), n - i);
         squares = fma(v, v, squares);
     }
-    const F16 scale = set1(1.0f / __builtin_sqrtf(sum(squares) / (float)n + epsilon));
+    return sum(squares) / (float)n;
+}
+
+static inline void layer_norm(const float* x, const float* weight, const float* bias, float* y, int64_t n, float epsilon) {
+    const float mean = mean_of(x, n);
+    const F16 scale = set1(1.0f / __builtin_sqrtf(variance_of(x, n, mean) + epsilon));
     for (int64_t i = 0; i < n; i += LANES) {
         const F16 v = mul(mul(sub(take(x + i, n - i), set1(mean)), scale), take(weight + i, n - i));
         put(y + i, bias ? add(v, take(bias + i, n - i)) : v, n - i);
     }
+}
+
+// x is lessened by its mean plus `deviations` standard deviations; what is then negative becomes 0.
+static inline void cut_below(float* x, int64_t n, float deviations) {
+    const float mean = mean_of(x, n), beyond = deviations * __builtin_sqrtf(variance_of(x, n, mean));
+    const F16 least = set1(mean + beyond);
+    for (int64_t i = 0; i < n; i += LANES) put(x + i, max(zero(), sub(take(x + i, n - i), least)), n - i);
 }
 
 // x and y may be the same.

@@ -93,6 +93,19 @@ struct Latent {
     const Matrix* value_up;  // [heads] of [value_dim, rank]
 };
 
+// Several states per token, side by side in a row (AltUp). Each first becomes itself plus a mix of all; the layer computes the first one, and each state gets a
+// share of what the first has gained. Coefficients are a matrix's output for the tanh of a router's. Attention's input, with a low-rank update of it (LAuReL), is
+// added to attention's result, and the sum divided by the root of 2. The layer's own input reads the first state times `scale` and is added to the others.
+struct Streams {
+    int32_t count;
+    int32_t reserved;
+    Matrix router;            // [count, hidden]
+    Matrix predict, correct;  // [count count, count] and [count, count]
+    Matrix left, right;       // [rank, hidden] and [hidden, rank]
+    Norm router_norm, norm;   // RMS: of what the router reads, and of the low-rank update
+    const float* scale;       // [hidden]
+};
+
 struct Layer {
     int64_t before;        // the numbers that a row's keys take in the layers before this one in a cache
     int64_t codes_before;  // the bytes that they take as codes
@@ -133,6 +146,8 @@ struct Layer {
     int32_t gate_kind;  // of mixer_gate
     Matrix scan_gate, scan_decay;  // of a CHANNEL_DELTA, [value_heads value_dim, low] and [value_heads key_dim, low]; packed null: there are none
     Norm mixer_norm, inner_norm;  // [output.k] of what `output` reads and [intermediate] of what `down` reads; either may be missing
+    const Streams* streams;  // null: a token has one state
+    float cut;               // gates are lessened by their mean plus this many deviations, and what is then negative is 0; 0: they are not
 };
 
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.
@@ -151,7 +166,7 @@ struct Segment {
 };
 
 struct Pass {
-    float* hidden;             // [rows, hidden], in place
+    float* hidden;             // [rows, hidden], or [rows, streams hidden]; in place
     const int64_t* positions;  // [rows], into the rotary table
     const Segment* segments;
     int32_t rows, segment_count;

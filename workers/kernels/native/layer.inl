@@ -3,6 +3,7 @@
 namespace DT_NS {
 
 constexpr int LAYER_SCRATCH = 2;
+constexpr int64_t MOST_STREAMS = 8;
 
 // ---- into the cache ----
 
@@ -125,6 +126,7 @@ struct Buffers {
     float* update;  // [rows, hidden]: what a half adds
     float* wide;    // [rows, qkv, what a mixer reads, gate and up, or hidden]
     float* narrow;  // [rows, heads head_dim, what a mixer gives, or intermediate]
+    float* first;   // [rows, hidden]: of several streams the one that the layer computes
 };
 
 // The first matrix's output for a row, followed by what a CHANNEL_DELTA's two matrices make of the end of it.
@@ -133,10 +135,12 @@ static inline int64_t given_width(const dovetail::Layer& l) { return l.qkv.n + l
 static Buffers buffers(const dovetail::Layer& l, int64_t rows) {
     const int64_t hidden = round_up(rows * l.hidden, LANES);
     const int64_t given = l.beside ? l.beside->given.n : 0, mixed = l.beside ? l.beside->output.k : 0, own = l.input_gate.n;
-    const int64_t wide = round_up(rows * larger(larger(l.hidden, larger(given, 2 * own)), larger(given_width(l), l.gate_up.n)), LANES);
-    const int64_t narrow = round_up(rows * larger(larger(mixed, own), larger(l.output.k, l.intermediate)), LANES);
-    float* memory = (float*)dovetail::scratch(LAYER_SCRATCH, (2 * hidden + wide + narrow) * (int64_t)sizeof(float));
-    return {memory, memory + hidden, memory + 2 * hidden, memory + 2 * hidden + wide};
+    const int64_t wide = round_up(rows * larger(larger(l.hidden, larger(given, 2 * own)), larger(given_width(l), larger(l.gate_up.n, l.streams ? MOST_STREAMS * MOST_STREAMS : 0))), LANES);
+    const int64_t count = l.streams ? l.streams->count : 0, rank = l.streams ? l.streams->left.n : 0;
+    const int64_t narrow = round_up(rows * larger(larger(larger(mixed, count), larger(own, rank)), larger(l.output.k, l.intermediate)), LANES);
+    float* memory = (float*)dovetail::scratch(LAYER_SCRATCH, ((l.streams ? 3 : 2) * hidden + wide + narrow) * (int64_t)sizeof(float));
+    float* const last = memory + 2 * hidden + wide;
+    return {memory, memory + hidden, memory + 2 * hidden, last, last + narrow};
 }
 
 // Adds the time since it was last asked to a part of the pass, or to none.
@@ -165,6 +169,7 @@ static void dense(const dovetail::Layer& l, const float* x, const Buffers& b, in
     laps.other();
     linear(l.gate_up, x, l.hidden, b.wide, l.gate_up.n, rows);
     laps.matrix();
+    if (l.cut != 0.0f) each(rows, rows * l.intermediate, [&](int64_t row) { cut_below(b.wide + row * l.gate_up.n, l.intermediate, l.cut); });
     gate(l.activation, b.wide, b.narrow, rows, l.intermediate);
     if (l.inner_norm.weight) norm(l.norm_kind, l.inner_norm, b.narrow, b.narrow, rows, l.intermediate, l.epsilon);
     laps.other();
@@ -199,8 +204,74 @@ static void open_gates(const dovetail::Layer& l, float* gates, float* x, int64_t
     });
 }
 
-// What the layer's own input adds: the projection of the activated gate of the states times the input, normed.
-static void add_input(const dovetail::Layer& l, const dovetail::Pass& pass, const Buffers& b, Laps& laps) {
+// ---- several streams ----
+
+// The coefficients, into `wide`, that a matrix gives for the first stream.
+static void coefficients(const dovetail::Layer& l, const dovetail::Matrix& m, const Buffers& b, int64_t rows) {
+    const int64_t count = l.streams->count;
+    norm(dovetail::RMS, l.streams->router_norm, b.first, b.normed, rows, l.hidden, l.epsilon);
+    linear(l.streams->router, b.normed, l.hidden, b.narrow, count, rows);
+    for (int64_t i = 0, n = rows * count; i < n; i += LANES) put(b.narrow + i, tanh(take(b.narrow + i, n - i)), n - i);
+    linear(m, b.narrow, count, b.wide, m.n, rows);
+}
+
+// Each stream becomes itself plus a mix of all; the first is copied.
+static void predict(const dovetail::Layer& l, const dovetail::Pass& pass, const Buffers& b) {
+    const int64_t rows = pass.rows, count = l.streams->count, hidden = l.hidden;
+    const auto copy_first = [&](int64_t row) { memcpy(b.first + row * hidden, pass.hidden + row * count * hidden, (size_t)hidden * sizeof(float)); };
+    for (int64_t row = 0; row < rows; row++) copy_first(row);
+    coefficients(l, l.streams->predict, b, rows);
+    each(rows, rows * count * hidden, [&](int64_t row) {
+        float *streams = pass.hidden + row * count * hidden, *coefs = b.wide + row * count * count;
+        for (int64_t i = 0; i < hidden; i += LANES) {
+            F16 x[MOST_STREAMS];
+            for (int64_t from = 0; from < count; from++) x[from] = take(streams + from * hidden + i, hidden - i);
+            for (int64_t to = 0; to < count; to++) {
+                F16 mix = zero();
+                for (int64_t from = 0; from < count; from++) mix = fma(set1(coefs[to * count + from]), x[from], mix);
+                put(streams + to * hidden + i, add(mix, x[to]), hidden - i);
+            }
+        }
+        copy_first(row);
+    });
+}
+
+// Each stream gets its share of what the first has gained; then that becomes what the layer's own input reads.
+static void correct(const dovetail::Layer& l, const dovetail::Pass& pass, const Buffers& b) {
+    const int64_t rows = pass.rows, count = l.streams->count, hidden = l.hidden;
+    coefficients(l, l.streams->correct, b, rows);
+    each(rows, rows * count * hidden, [&](int64_t row) {
+        float *streams = pass.hidden + row * count * hidden, *first = b.first + row * hidden;
+        for (int64_t i = 0; i < hidden; i += LANES) {
+            const F16 gained = sub(take(first + i, hidden - i), take(streams + i, hidden - i));
+            for (int64_t to = 0; to < count; to++) {
+                float* x = streams + to * hidden + i;
+                put(x, fma(set1(b.wide[row * count + to] + 1.0f), gained, take(x, hidden - i)), hidden - i);
+            }
+            put(first + i, mul(take(streams + i, hidden - i), take(l.streams->scale + i, hidden - i)), hidden - i);
+        }
+    });
+}
+
+// The sum of the states and attention's input, with a low-rank update of that, over the root of 2; then the MLP's norm of it.
+static void add_low_rank(const dovetail::Layer& l, float* hidden, const Buffers& b, int64_t rows, Laps& laps) {
+    const dovetail::Streams& s = *l.streams;
+    laps.other();
+    linear(s.left, b.normed, l.hidden, b.narrow, s.left.n, rows);
+    linear(s.right, b.narrow, s.left.n, b.update, l.hidden, rows);
+    laps.matrix();
+    each(rows, rows * l.hidden, [&](int64_t row) {
+        float *h = hidden + row * l.hidden, *u = b.update + row * l.hidden, *x = b.normed + row * l.hidden;
+        rms_norm(u, s.norm.weight, u, l.hidden, l.epsilon);
+        accumulate(u, x, l.hidden);
+        accumulate(h, u, l.hidden);
+        multiply(h, 0.70710678f, l.hidden);
+        normalise(l.norm_kind, l.mlp_norm, h, x, l.hidden, l.epsilon);
+    });
+}
+
+// What the layer's own input adds, to all streams but the first if there are several: the projection of the activated gate of the states times the input, normed.
+static void add_input(const dovetail::Layer& l, const dovetail::Pass& pass, float* hidden, const Buffers& b, Laps& laps) {
     const int64_t rows = pass.rows, width = l.input_gate.n;
     laps.other();
     linear(l.input_gate, pass.hidden, l.hidden, b.wide, 2 * width, rows);
@@ -210,7 +281,12 @@ static void add_input(const dovetail::Layer& l, const dovetail::Pass& pass, cons
     laps.other();
     linear(l.input_projection, b.narrow, width, b.update, l.hidden, rows);
     laps.matrix();
-    add_half(l, pass.hidden, b.update, l.input_norm, 0.0f, nullptr, nullptr, rows);
+    if (!l.streams) return add_half(l, pass.hidden, b.update, l.input_norm, 0.0f, nullptr, nullptr, rows);
+    each(rows, rows * l.hidden, [&](int64_t row) {
+        float *u = b.update + row * l.hidden, *streams = hidden + row * l.streams->count * l.hidden;
+        normalise(l.norm_kind, l.input_norm, u, u, l.hidden, l.epsilon);
+        for (int64_t to = 1; to < l.streams->count; to++) accumulate(streams + to * l.hidden, u, l.hidden);
+    });
 }
 
 // y = first y + second z, [rows, hidden].
@@ -266,10 +342,9 @@ static void mix_rows(const dovetail::Layer& l, const dovetail::Pass& pass, const
     if (l.beside) mix_beside(l, pass, b, laps);
 }
 
-static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
+// Both halves of a layer.
+static void halves(const dovetail::Layer& l, const dovetail::Pass& pass, const Buffers& b, Laps& laps) {
     const int64_t rows = pass.rows;
-    Laps laps(pass.parts);
-    const Buffers b = buffers(l, rows);
     const float* input = pass.hidden;
     if (l.attention_norm.weight) {
         norm(l.norm_kind, l.attention_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
@@ -278,7 +353,8 @@ static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     if (l.qkv.packed) mix_rows(l, pass, input, b, laps);
     const bool norms = l.mlp_norm.weight, follows = l.qkv.packed && !l.parallel;
     if (norms && !follows) norm(l.norm_kind, l.mlp_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
-    if (l.qkv.packed) add_half(l, pass.hidden, b.update, l.post_attention_norm, l.residual, norms && follows ? &l.mlp_norm : nullptr, b.normed, rows);
+    if (l.qkv.packed) add_half(l, pass.hidden, b.update, l.post_attention_norm, l.residual, norms && follows && !l.streams ? &l.mlp_norm : nullptr, b.normed, rows);
+    if (l.streams) add_low_rank(l, pass.hidden, b, rows, laps);
     if (norms) input = b.normed;
     else if (!l.parallel) input = pass.hidden;
     if (l.gate_up.packed) dense(l, input, b, rows, laps);
@@ -289,7 +365,20 @@ static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
         laps.matrix();
     }
     if (l.gate_up.packed || l.experts) add_half(l, pass.hidden, b.update, l.post_mlp_norm, l.mlp_residual, nullptr, nullptr, rows);
-    if (l.input_gate.packed) add_input(l, pass, b, laps);
+}
+
+static void layer(const dovetail::Layer& l, const dovetail::Pass& given) {
+    const int64_t rows = given.rows;
+    dovetail::Pass pass = given;
+    Laps laps(pass.parts);
+    const Buffers b = buffers(l, rows);
+    if (l.streams) {
+        predict(l, given, b);
+        pass.hidden = b.first;
+    }
+    halves(l, pass, b, laps);
+    if (l.streams) correct(l, given, b);
+    if (l.input_gate.packed) add_input(l, pass, given.hidden, b, laps);
     if (l.scalar != 0.0f) each(rows, rows * l.hidden, [&](int64_t row) { multiply(pass.hidden + row * l.hidden, l.scalar, l.hidden); });
 }
 

@@ -19,9 +19,10 @@ from dovetail.workers.kernels.layer_plan import (
     LatentPlan,
     LayerPlan,
     RouterPlan,
+    StreamsPlan,
 )
 
-NESTED = (BesidePlan, InputPlan, LatentPlan, ExpertsPlan, RouterPlan)
+NESTED = (BesidePlan, InputPlan, LatentPlan, ExpertsPlan, RouterPlan, StreamsPlan)
 """Parts of a layer's plan that hold matrices, too."""
 EXPERTS, ROUTER, SHARED_GATE = "experts.", "experts.router.logits", "experts.shared_gate"
 PANEL, VECTOR, STEP = 48, 16, 4  # of `kernels/native/packing.h`: outputs of a panel, of a vector

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.layer import match
 from dovetail.workers.kernels.layer_plan import NormKind
 from dovetail.workers.models.backends.layer_parts import described_norm
 from dovetail.workers.models.backends.packing import (
@@ -27,7 +28,7 @@ from dovetail.workers.models.checkpoints.tables import (
     is_table,
     scale_of,
 )
-from dovetail.workers.models.families.description import Family, Norms, TokenInputs
+from dovetail.workers.models.families.description import Family, Norms, Streams, TokenInputs
 from dovetail.workers.models.parity.following import UnsupportedError
 
 PROVED_ROWS = 8  # rows for comparing the packed projection with the checkpoint's
@@ -64,6 +65,46 @@ def widen_embeddings(model: Any) -> None:
             module.float()
 
 
+def proved(name: str, linear: nn.Linear, kind: Kind) -> PackedMatrix:
+    """Return a packed linear, compared with the checkpoint's."""
+    matrix = pack(kind, [linear])
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(PROVED_ROWS, matrix.k, generator=generator)
+    picked = sampled_rows(matrix.n)
+    expected = product_of(matrix, picked, rows, weight_of(linear, picked))
+    compare_product(name, matrix, matrix.linear(rows)[:, picked], expected)
+    return matrix
+
+
+class StreamsAround:
+    """The several states of a token before the layers and after them, the same bytes in any
+    pass."""
+
+    def __init__(self, model: Any, said: Streams, kind: Kind) -> None:
+        """`model`: with all weights but the layers'."""
+        base, self._least = base_model(model), said.least
+        self._first, self._last = (
+            [KernelLinear(proved(name, part, kind), "linears") for part in getattr(base, name)]
+            for name in (said.begins, said.ends)
+        )
+        setattr(base, said.begins, nn.ModuleList(self._first))
+        setattr(base, said.ends, nn.ModuleList(self._last))
+
+    def begin(self, embedded: Tensor) -> Tensor:
+        """Return the first layer's states [T, streams hidden] for embeddings [T, hidden]."""
+        first = embedded.contiguous()
+        others = (match(first, linear(first), self._least) for linear in self._first)
+        return torch.cat([first, *others], 1)
+
+    def end(self, states: Tensor) -> Tensor:
+        """Return the final norm's states [T, hidden] for the last layer's."""
+        first, *others = (part.contiguous() for part in states.chunk(1 + len(self._last), dim=1))
+        total = first
+        for linear, other in zip(self._last, others, strict=True):
+            total = total + match(first, linear(other), self._least)
+        return total / (1 + len(self._last))
+
+
 class OwnInputs:
     """Computes the layers' separate inputs from a pass's tokens, the same bytes in any pass."""
 
@@ -71,12 +112,7 @@ class OwnInputs:
         """`model`: with all weights but the layers'; `norms`: of its layers."""
         base = base_model(model)
         linear, norm = (getattr(base, name) for name in (said.projection, said.norm))
-        matrix = pack(kind, [linear])
-        generator = torch.Generator().manual_seed(1)
-        rows = torch.randn(PROVED_ROWS, matrix.k, generator=generator)
-        picked = sampled_rows(matrix.n)
-        expected = product_of(matrix, picked, rows, weight_of(linear, picked))
-        compare_product(said.projection, matrix, matrix.linear(rows)[:, picked], expected)
+        matrix = proved(said.projection, linear, kind)
         setattr(base, said.projection, KernelLinear(matrix, "linears"))
         setattr(
             base, said.norm, KernelNorm(NormKind.RMS, described_norm(norm, norms), norms.epsilon)
@@ -94,7 +130,8 @@ class OwnInputs:
         embedded = self._model.get_input_embeddings()(tokens).float()
         projected = projection(embedded) * embedded.shape[-1] ** -0.5
         rows: Tensor = norm(projected.view(-1, self._width)).view_as(projected)
-        whole: Tensor = (rows + table(tokens).float()) * 2.0**-0.5
+        known = tokens.where(tokens < table.weight.shape[0], 0)
+        whole: Tensor = (rows + table(known).float()) * 2.0**-0.5
         return whole.contiguous()
 
     def finish(self) -> None:

@@ -97,7 +97,7 @@ class ExpertParts:
             setattr(self.module, name, nn.Parameter(torch.empty(0), requires_grad=False))
         gate = self.said.shared_gate
         inner, outer, dense = self.norms
-        shared = None if gate is None else _exactly(tensor_of(self.layer, f"{gate}.weight"))
+        shared = None if gate is None else exactly(tensor_of(self.layer, f"{gate}.weight"))
         return ExpertsPlan(
             self._router(self.said.router), gate_up, down, shared, inner, outer, dense
         )
@@ -177,7 +177,7 @@ class ExpertParts:
 
     def _logits(self, said: Router) -> PackedMatrix:
         bias = None if said.bias is None else tensor_of(self.layer, said.bias)
-        return _exactly(tensor_of(self.layer, said.weight), bias)
+        return exactly(tensor_of(self.layer, said.weight), bias)
 
 
 def _pack_blocks(
@@ -213,7 +213,7 @@ def part_of(layer: nn.Module, name: str) -> nn.Module:
         raise UnsupportedError(f"{type(layer).__name__} has no {name}") from None
 
 
-def _exactly(weight: Tensor, bias: Tensor | None = None) -> PackedMatrix:
+def exactly(weight: Tensor, bias: Tensor | None = None) -> PackedMatrix:
     """A matrix that is always in fp32."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.float(), requires_grad=False)

@@ -22,13 +22,14 @@ from dovetail.workers.kernels.layer_plan import (
     MixerGate,
     Norm,
     Rotary,
+    StreamsPlan,
 )
 from dovetail.workers.kernels.states import ScanPlan
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.backends.experts import ExpertParts, part_of, tensor_of
+from dovetail.workers.models.backends.experts import ExpertParts, exactly, part_of, tensor_of
 from dovetail.workers.models.backends.packing import LatentParts
 from dovetail.workers.models.checkpoints.configured import base_model
-from dovetail.workers.models.checkpoints.gguf.rows import drop_weight, take_places
+from dovetail.workers.models.checkpoints.gguf.rows import drop_weight, rows_of, take_places
 from dovetail.workers.models.families.description import (
     Attention,
     Beside,
@@ -41,6 +42,7 @@ from dovetail.workers.models.families.description import (
     Norms,
     Rope,
     StateMixer,
+    Streams,
 )
 from dovetail.workers.models.parity.following import UnsupportedError
 
@@ -309,6 +311,12 @@ class LayerParts:
         if (own := spec.own_input) is not None:
             self.linears["input_gate"] = [_linear(layer, own.gate)]
             self.linears["input_projection"] = [_linear(layer, own.projection)]
+        if spec.streams is not None:
+            self.linears["left"] = [_linear(layer, spec.streams.left)]
+            self.linears["right"] = [_linear(layer, spec.streams.right)]
+            for name in (spec.streams.router, spec.streams.predict, spec.streams.correct):
+                if rows_of(part_of(layer, name.removesuffix(".weight"))) is not None:
+                    raise UnsupportedError(f"{name} is stored in blocks")
         if spec.scalar is not None:
             self.scalar = float(tensor_of(layer, spec.scalar))
 
@@ -503,6 +511,8 @@ def plan_of(
         head_norm=HeadNorm.HEAD_BEFORE_ROPE if mixer is None else mixer.norm_place,
         reads=None if mixer is None else mixer.reads,
         own_input=own_input,
+        streams=None if spec.streams is None else _streams(parts.layer, spec.streams, matrices),
+        cut=spec.mlp.cut if isinstance(spec.mlp, Mlp) else 0.0,
         scan=parts.scan,
         latent=latent,
         beside=beside,
@@ -528,6 +538,16 @@ def plan_of(
         chunk=0 if mixer is None else mixer.chunk,
         given=spec.given,
     )
+
+
+def _streams(layer: nn.Module, said: Streams, matrices: Mapping[str, PackedMatrix]) -> StreamsPlan:
+    router, predict, correct = (
+        exactly(tensor_of(layer, name)) for name in (said.router, said.predict, said.correct)
+    )
+    read, norm = (_weight_of(part_of(layer, name)) for name in (said.router_norm, said.norm))
+    scale = tensor_of(layer, said.scale).float() if said.scaled else torch.ones(router.k)
+    low_rank = matrices["left"], matrices["right"], Norm(norm)
+    return StreamsPlan(router, Norm(read / router.k), predict, correct, scale, *low_rank)
 
 
 def _times(norm: Norm, factor: float) -> Norm:

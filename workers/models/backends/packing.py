@@ -24,7 +24,12 @@ from dovetail.workers.models.checkpoints.gguf.rows import (
     rows_of,
 )
 from dovetail.workers.models.families.description import Latent
-from dovetail.workers.models.parity.following import UnsupportedError, in_tuple
+from dovetail.workers.models.parity.following import (
+    UnsupportedError,
+    as_given,
+    in_rows,
+    in_tuple,
+)
 from dovetail.workers.models.states import Kept
 from dovetail.workers.models.timing import Part as Timed
 from dovetail.workers.models.timing import asked, timing
@@ -237,8 +242,9 @@ class FusedLayers(nn.Module):
     def forward(
         self, hidden: Tensor, *unused: Any, seen: LayerPass, kept: Kept, **also_unused: Any
     ) -> Tensor:
-        """hidden [1, T, hidden] through all layers."""
-        return self.run(hidden[0].contiguous(), seen, kept).unsqueeze(0)
+        """hidden [1, T, hidden], or several streams of it, through all layers."""
+        states = self.run(in_rows(hidden)[0].contiguous(), seen, kept)
+        return as_given(states.unsqueeze(0), hidden)
 
     def run(self, states: Tensor, rows: LayerPass, kept: Kept) -> Tensor:
         """Run the layers on states [T, hidden], in place."""

@@ -324,7 +324,9 @@ class LayerProof:
         if plan.latent is not None:
             self._compare_latents(layer, rows, segments[-1].values, exact=exact)
         elif plan.attends:
-            self._compare_attention(layer, rows)
+            # what several streams predict differs by rounding from pass to pass
+            most = ATTENTION_TOLERANCE if exact or plan.streams is None else ROUNDED_TOLERANCE
+            self._compare_attention(layer, rows, most)
         layer.run(rows, found)
         settled = None
         if self._experts is not None and plan.experts is not None:
@@ -335,7 +337,7 @@ class LayerProof:
         own = f"{self._what} differs"
         oracle.compare(UnsupportedError, own, expected, found, tolerance, **shares)
 
-    def _compare_attention(self, layer: DecoderLayer, rows: LayerPass) -> None:
+    def _compare_attention(self, layer: DecoderLayer, rows: LayerPass, most: float) -> None:
         oracle, plan = self._oracle, layer.plan
         qkv = self._given()
         layer.place(rows, qkv)
@@ -343,14 +345,14 @@ class LayerProof:
         for what, found, wanted in zip(
             ("queries", "keys"), (qkv[:, :width], qkv[:, width:stop]), self._rotated, strict=False
         ):
-            self._compare(f"{what} of", wanted[oracle.dense :], found, ATTENTION_TOLERANCE)
+            self._compare(f"{what} of", wanted[oracle.dense :], found, most)
         mixed, gates = layer.attend(rows, qkv), self._products.get("mixer_gate")
         if gates is not None:
             given = torch.cat([gates.result[: oracle.dense], gates.result])
             mixed = gate_mixed(plan, mixed, given)
         if plan.mixer_norm is not None:
             mixed = normalise(plan.norm_kind, plan.mixer_norm, mixed, plan.epsilon)
-        self._compare("attention of", self._products["output"].given, mixed, ATTENTION_TOLERANCE)
+        self._compare("attention of", self._products["output"].given, mixed, most)
 
     def _compare_latents(
         self, layer: DecoderLayer, rows: LayerPass, cached: Tensor, *, exact: bool

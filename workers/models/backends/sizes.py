@@ -269,8 +269,11 @@ def _units(config: Mapping[str, Any]) -> Any:
     """The units of an MLP, or of an expert if layers have no MLP next to their experts."""
     names = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size")
     parts = config, config.get("ffn_config")
-    found = (part.get(name) for part in parts if isinstance(part, Mapping) for name in names)
-    return next(filter(None, found), None)
+    every = (part.get(name) for part in parts if isinstance(part, Mapping) for name in names)
+    found = next(filter(None, every), None)
+    if isinstance(found, list | tuple):  # one for each layer
+        return max(filter(_is_size, found), default=None)
+    return found
 
 
 def _has_names_of_gpt2(config: Mapping[str, Any]) -> bool:
@@ -328,6 +331,7 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
     wide_mean = -(-shared.layers * wide // layers)
     wider = shared.wider and matrix_bytes(weights, 2 * heads * shared.wider, hidden)
     table = _table_bytes(weights, vocabulary, hidden, stored)
+    streams = int(config.get("altup_num_inputs") or 0)
     own_width = int(config.get("hidden_size_per_layer_input") or 0)
     own = 3 * matrix_bytes(weights, own_width, hidden) if own_width else 0
     return Sizes(
@@ -346,7 +350,11 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
             config.get(LONGEST) or scaled_positions(config, number("max_position_embeddings"))
         ),
         state=hidden * NUMBER_BYTES,
-        inner=(3 * hidden + mixer.inner + (3 if gated else 2) * (1 + shared.widened) * units)
+        inner=(
+            (3 + streams) * hidden
+            + mixer.inner
+            + (3 if gated else 2) * (1 + shared.widened) * units
+        )
         * NUMBER_BYTES,
         groups=heads // kv_heads,
         logits=vocabulary * NUMBER_BYTES,

@@ -44,6 +44,7 @@ from dovetail.workers.models.backends.stages.stage import (
     StagedPass,
     part_of,
 )
+from dovetail.workers.models.parity.following import as_given, in_rows
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.states import Kept, ModelPass
 
@@ -72,8 +73,9 @@ class StagedLayers(nn.Module):
     def forward(
         self, hidden: Tensor, *unused: Any, seen: StagedPass, kept: Kept, **also_unused: Any
     ) -> Tensor:
-        """hidden [1, T, hidden] through all layers."""
-        return self.run(hidden[0].contiguous(), seen, kept).unsqueeze(0)
+        """hidden [1, T, hidden], or several streams of it, through all layers."""
+        states = self.run(in_rows(hidden)[0].contiguous(), seen, kept)
+        return as_given(states.unsqueeze(0), hidden)
 
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
         """Run the layers on states [T, hidden]; the result is on the device of the last stage."""

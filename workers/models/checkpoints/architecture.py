@@ -70,7 +70,6 @@ LAYER_TYPES = {
     "recurrent": RECURRENT,
 }
 """Why layers of types with this prefix cannot be decoded with token trees."""
-ALTUP = "its layers pass on several states per token (AltUp), which no back end supports"
 LOOPED = "it runs some layers several times, and caches hold the keys of a layer only once"
 ASSISTANT = "it drafts from the states, keys and values of a Gemma 4 model, which is not supported"
 BOUNDED = (
@@ -79,7 +78,6 @@ BOUNDED = (
 )
 UNREAD = {
     **dict.fromkeys(("bailing_hybrid",), BOUNDED),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), ALTUP),
     "dory": LOOPED,
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), ASSISTANT),
 }

@@ -179,7 +179,7 @@ def _fill_buffers(model: Any, module: nn.Module, buffers: Mapping[str, Tensor]) 
             else None
         )
     try:
-        model._init_weights(module)
+        getattr(module, "_init_weights", model._init_weights)(module)
     except Exception:  # it fills existing buffers, and these do not exist
         module._buffers.update(dict.fromkeys(buffers))
 

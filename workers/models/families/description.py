@@ -167,6 +167,7 @@ class Mlp:
     gate_factor: float = 1.0  # the factor of the gate, before the activation
     factor: float = 1.0  # the factor of the MLP's output
     norm: str | None = None  # the norm of what the last linear reads
+    cut: float = 0.0  # gates lose their mean plus this many deviations, and are >= 0; 0: no
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,26 @@ class OwnInput:
 
 
 @dataclass(frozen=True)
+class Streams:
+    """Several states per token (AltUp), of which a layer computes the first, and a low-rank
+    addition to attention (LAuReL); parts by their names within the layer, or the model. Around the
+    layers, each state has the first one's root mean square; the final norm reads their mean."""
+
+    scaled: bool = True  # True if `scale` multiplies what the layer's own input reads
+    router: str = "altup.modality_router.weight"
+    router_norm: str = "altup.router_norm"
+    predict: str = "altup.prediction_coefs.weight"
+    correct: str = "altup.correction_coefs.weight"
+    scale: str = "altup.correct_output_scale"
+    left: str = "laurel.linear_left"
+    right: str = "laurel.linear_right"
+    norm: str = "laurel.post_laurel_norm"
+    begins: str = "altup_projections"  # of the model: linears of the embedding
+    ends: str = "altup_unembed_projections"  # of the model: of the states behind the layers
+    least: float = 1e-5  # a state's own mean square there counts as at least this
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """A decoder layer, of two halves or one."""
 
@@ -262,6 +283,7 @@ class LayerSpec:
     """True if the MLP reads the attention's input, or runs parallel to it with its own norm."""
     scalar: str | None = None  # the name of the number by which the layer's result is multiplied
     own_input: OwnInput | None = None
+    streams: Streams | None = None  # None: a token has one state
     given: int = 0  # width of rows that attention reads instead of states; 0: none
 
     @property

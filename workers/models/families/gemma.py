@@ -1,7 +1,8 @@
-"""Gemma 1 to 4: from 2 on, norms on both sides of each half; up to 3, their weights are stored
-minus one."""
+"""Gemma 1 to 4: from 2 on, norms on both sides of each half; up to 3 (not 3n), their weights are
+stored minus one."""
 
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 from dovetail.workers.models.families.description import (
@@ -15,6 +16,7 @@ from dovetail.workers.models.families.description import (
     OwnInput,
     Rope,
     Router,
+    Streams,
     TokenInputs,
     attention,
     gated,
@@ -66,20 +68,35 @@ def _vaultgemma(config: Any, index: int) -> LayerSpec:
 def _gemma4(config: Any, index: int) -> LayerSpec:
     """Full layers have other heads, and values may be unnormed keys; values are normed, results
     scaled. In small models the last layers share keys, and layers have own inputs."""
-    own, slid = config.per_layer_config[index], slides(config, index)
+    both = config.attention_k_eq_v and not slides(config, index)
+    spec = _sharing(config, config.per_layer_config[index], index, SEPARATE[1 if both else 2])
+    moe = getattr(config, "enable_moe_block", False)
+    mlp = _beside(config, spec.mlp) if moe and isinstance(spec.mlp, Mlp) else spec.mlp
+    return replace(spec, mlp=mlp, scalar="layer_scalar")
+
+
+def _gemma3n(config: Any, index: int) -> LayerSpec:
+    """Gemma 4's small models with several states per token; gates of some layers are mostly 0."""
+    if config.altup_active_idx:
+        raise UnsupportedError(f"altup_active_idx {config.altup_active_idx}")
+    spec, share = _sharing(config, config, index), config.activation_sparsity_pattern[index]
+    cut = (NormalDist().inv_cdf(share) or 1e-9) if share else 0.0  # 0 is none
+    mlp = gated(config.hidden_activation, cut=cut)
+    return replace(spec, mlp=mlp, streams=Streams(config.altup_correct_scale))
+
+
+def _sharing(config: Any, own: Any, index: int, values: str = SEPARATE[2]) -> LayerSpec:
+    """A layer whose last ones share keys, and which may have own inputs; `own`: with its heads."""
     reads, width = _read_by(config, index), getattr(config, "hidden_size_per_layer_input", 0)
-    both = config.attention_k_eq_v and not slid
     mixed = attention(
         own,
         index,
-        window=config.sliding_window if slid else 0,
+        window=config.sliding_window if slides(config, index) else 0,
         scale=1.0,
         norms=HEAD_NORMS if reads is None else (HEAD_NORMS[0], None),
         norms_values=reads is None,
         rope=Rope(config.layer_types[index]),
-        qkv=(*SEPARATE[:2], SEPARATE[1] if both else SEPARATE[2])
-        if reads is None
-        else SEPARATE[:1],
+        qkv=(*SEPARATE[:2], values) if reads is None else SEPARATE[:1],
         reads=reads,
     )
     norms = Norms(
@@ -88,10 +105,8 @@ def _gemma4(config: Any, index: int) -> LayerSpec:
         pre_mlp="pre_feedforward_layernorm",
         post_mlp="post_feedforward_layernorm",
     )
-    dense = gated(config.hidden_activation)
-    mlp = _beside(config, dense) if getattr(config, "enable_moe_block", False) else dense
     own_input = OwnInput(index * width) if width else None
-    return LayerSpec(mixed, mlp, norms, scalar="layer_scalar", own_input=own_input)
+    return LayerSpec(mixed, gated(config.hidden_activation), norms, own_input=own_input)
 
 
 def _read_by(config: Any, index: int) -> int | None:
@@ -132,6 +147,7 @@ FAMILIES = {
     "gemma2": Family(_gemma2),
     "gemma3_text": Family(_gemma3),
     "vaultgemma": Family(_vaultgemma),
+    "gemma3n_text": Family(_gemma3n, inputs=TokenInputs()),
     "gemma4_text": Family(_gemma4, inputs=TokenInputs()),
     "gemma4_unified_text": Family(_gemma4, inputs=TokenInputs()),
 }

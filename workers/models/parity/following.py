@@ -52,15 +52,20 @@ class Call:
     kwargs: dict[str, Any]
 
     def of(self, states: Tensor, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call with other hidden states."""
+        """Return the call with other hidden states [1, T, width]."""
         kwargs = {**self.kwargs, **changes}
+        states = as_given(states, self._given)
         if self.args:
             return (states, *self.args[1:]), kwargs
         return (), {**kwargs, "hidden_states": states}
 
     @property
     def states(self) -> Tensor:
-        """The hidden states passed by the model."""
+        """The hidden states passed by the model, [1, T, width]."""
+        return in_rows(self._given)
+
+    @property
+    def _given(self) -> Tensor:
         given: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
         return given
 
@@ -151,7 +156,8 @@ class Recorder:
                 else self._given[index]
             )
             self.results.append(result)
-            return in_tuple(result, self._tuples)
+            given = args[0] if args else kwargs["hidden_states"]
+            return in_tuple(as_given(result, given), self._tuples)
 
         return forward
 
@@ -242,10 +248,22 @@ def line_of(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
+def in_rows(states: Tensor) -> Tensor:
+    """Return states [1, T, width]; of [streams, 1, T, hidden] those of a token side by side."""
+    return states if states.ndim != 4 else states.permute(1, 2, 0, 3).flatten(2)
+
+
+def as_given(rows: Tensor, given: Tensor) -> Tensor:
+    """Return states [1, T, width] in the layout of `given`; the inverse of `in_rows`."""
+    if given.ndim != 4:
+        return rows
+    apart = rows.view(*rows.shape[:2], len(given), given.shape[3])
+    return apart.permute(2, 0, 1, 3).contiguous()
+
+
 def first_of(output: Any) -> Tensor:
-    """The states [T, hidden] that a layer returns, alone or first in a tuple."""
-    states: Tensor = (output[0] if isinstance(output, tuple) else output)[0]
-    return states
+    """The states [T, width] that a layer returns, alone or first in a tuple."""
+    return in_rows(output[0] if isinstance(output, tuple) else output)[0]
 
 
 DENSE = 8  # positions at the beginning without gaps: smaller windows are really crossed

@@ -222,7 +222,11 @@ class TorchEngine:
         return Levels(capture, self.device, hidden, plans, layers, *own, logits, ours)
 
     def take(self, plan: LayerPlan) -> None:
-        """Prepare the angles and masks of a layer for every pass."""
+        """Prepare the angles and masks of a layer for every pass. `SettingsError` for a layer that
+        only a CPU computes."""
+        if plan.streams is not None:
+            what = "several states per token (Gemma 3n)"
+            raise SettingsError(f"{self.device} computes no layers with {what}: use the CPU")
         if plan.rotary is not None:
             self._angles.add(plan.rotary)
         if plan.attends and (groups := plan.heads // plan.kv_heads) not in self._masks:

@@ -46,7 +46,6 @@ PARTS = {
     ".enc.blk.": "an encoder",
     ".fc.": "the states of the model that it drafts for",
     ".nextn.pre_projection.": "the states of the model that it drafts for",
-    ".altup_": "several states per token (AltUp)",
     ".time_mix_": "RWKV's recurrent states",
     ".ssm_x.": "the recurrent states of Mamba-1",
 }
@@ -113,6 +112,14 @@ class Facts:
         if value.size and not 0 <= min(value.tolist()) <= max(value.tolist()) <= LARGEST:
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, not 0 to {LARGEST}")
         return [int(one) for one in value]
+
+    def reals(self, key: str) -> list[float]:
+        """Return a number, or infinity, for each layer that a token passes."""
+        value = self._get(key, None)
+        listed = isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
+        if not listed or len(value) < self.layers or np.isnan(value).any():
+            raise self.refusal(f"{self._prefix}{key} has no number for each layer")
+        return [float(one) for one in value[: self.layers]]
 
     def each(self, key: str) -> list[int]:
         """Return a whole number for each layer that a token passes, from one number or a list."""

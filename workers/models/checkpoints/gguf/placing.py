@@ -178,6 +178,10 @@ def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, 
     known = end in ENDS
     if not known and place.name.count(".") == 2:  # it has no suffix
         stem, end, known = place.name, "", place.name.rpartition(".")[2] in naming.bare
+    if known and stem in naming.outside and end == "weight" and len(place.shape) == 3:
+        for number, one in enumerate(_apart(placed)):
+            yield f"{naming.outside[stem]}.{number}.weight", one
+        return
     if known and stem in naming.outside and end in ("weight", "bias"):
         yield f"{naming.outside[stem]}.{end}", _changed(placed, stem, facts, naming)
         return

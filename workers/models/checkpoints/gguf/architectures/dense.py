@@ -5,6 +5,7 @@ key in the file (Gemma's query scale, SmolLM 3's unrotated layers) are constants
 import math
 from collections.abc import Callable, Mapping
 from itertools import takewhile
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any
 
@@ -423,20 +424,17 @@ def gemma4(facts: Facts) -> Configuration:
     """Windowed layers have other heads and rotations; the last may share keys, and each have own
     inputs."""
     facts.numbers("attention.sliding_window_pattern")
-    sizes, kinds = sizes_of(facts), pattern(facts, 6)
-    head, shared = sizes["head_dim"], facts.whole("attention.shared_kv_layers", 0)
+    found = _sharing(facts, 6)
+    kinds, head, shared = found["layer_types"], found["head_dim"], found["num_kv_shared_layers"]
     local = facts.whole("attention.key_length_swa")
     whole_values = facts.whole("attention.value_length_swa") == local
     rotated = (
         facts.whole("rope.dimension_count", head),
         facts.whole("rope.dimension_count_swa", local),
     )
-    if not whole_values or rotated != (head, local) or not 0 <= shared < facts.layers:
-        raise facts.refusal(f"its {shared} shared layers or {rotated} rotated numbers do not fit")
-    own, widths = (
-        facts.whole("embedding_length_per_layer_input"),
-        facts.each("feed_forward_length"),
-    )
+    if not whole_values or rotated != (head, local):
+        raise facts.refusal(f"its {rotated} rotated numbers do not fit")
+    widths = facts.each("feed_forward_length")
     wide = widths[-1] == 2 * widths[0]
     expected = [
         widths[0] * (1 + (wide and at >= facts.layers - shared)) for at in range(len(kinds))
@@ -447,33 +445,60 @@ def gemma4(facts: Facts) -> Configuration:
     if facts.each(KV_HEADS) != [key_heads[kind] for kind in kinds]:
         raise facts.refusal("layers of one kind have several numbers of key heads")
     last = [at for at in range(facts.layers - shared) if kinds[at] == FULL]
-    local_base = facts.positive("rope.freq_base_swa", LOCAL_BASE)
-    found = {
-        **sizes,
+    found["rope_parameters"][FULL] = _proportional(facts, head)
+    return {
+        **found,
         "model_type": "gemma4_text",
-        "rms_norm_eps": facts.epsilon("attention.layer_norm_rms_epsilon"),
-        "hidden_activation": "gelu_pytorch_tanh",
         "intermediate_size": widths[0],
         "use_double_wide_mlp": wide,
         "head_dim": local,
         "global_head_dim": head,
         "num_key_value_heads": key_heads.get(SLIDING, key_heads.get(FULL)),
         "num_global_key_value_heads": key_heads.get(FULL),
-        "num_kv_shared_layers": shared,
         "attention_k_eq_v": any(f"blk.{at}.attn_v.weight" not in facts.tensors for at in last),
+        **_experts(facts),
+    }
+
+
+def gemma3n(facts: Facts) -> Configuration:
+    """Several states per token; the last layers share keys, and each has own inputs."""
+    found = _sharing(facts, 5)
+    found["rope_parameters"][FULL] = rotation(facts, found["head_dim"])
+    deviations = facts.reals("activation_sparsity_scale")  # -inf: all gates stay
+    return {
+        **found,
+        "model_type": "gemma3n_text",
+        "num_key_value_heads": facts.whole(KV_HEADS, found["num_attention_heads"]),
+        "intermediate_size": facts.each("feed_forward_length"),
+        "activation_sparsity_pattern": [NormalDist().cdf(one) for one in deviations],
+        "altup_active_idx": facts.whole("altup.active_idx"),
+        "altup_num_inputs": facts.whole("altup.num_inputs"),
+        "laurel_rank": facts.need("blk.0.laurel_l.weight").shape[0],
+    }
+
+
+def _sharing(facts: Facts, every: int) -> Configuration:
+    """What both have, and the rotation of windowed layers; by default one of `every` is full."""
+    shared = facts.whole("attention.shared_kv_layers", 0)
+    if not 0 <= shared < facts.layers:
+        raise facts.refusal(f"{shared} of its {facts.layers} layers share keys")
+    base = facts.positive("rope.freq_base_swa", LOCAL_BASE)
+    inputs = {}
+    if own := facts.whole("embedding_length_per_layer_input"):
+        table = facts.need("per_layer_token_embd.weight")
+        inputs["vocab_size_per_layer_input"] = table.shape[0]
+    return {
+        **sizes_of(facts),
+        "rms_norm_eps": facts.epsilon("attention.layer_norm_rms_epsilon"),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_kv_shared_layers": shared,
         "sliding_window": facts.whole("attention.sliding_window"),
-        "layer_types": kinds,
-        "rope_parameters": {
-            FULL: _proportional(facts, head),
-            SLIDING: {"rope_type": "default", "rope_theta": local_base},
-        },
+        "layer_types": pattern(facts, every),
+        "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": base}},
         "final_logit_softcapping": facts.real("final_logit_softcapping", FINAL_CAP) or None,
         "hidden_size_per_layer_input": own,
+        **inputs,
     }
-    if own:
-        table = facts.need("per_layer_token_embd.weight")
-        found["vocab_size_per_layer_input"] = table.shape[0]
-    return {**found, **_experts(facts)}
 
 
 def _proportional(facts: Facts, head: int) -> Configuration:

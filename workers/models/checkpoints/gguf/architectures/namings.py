@@ -38,7 +38,8 @@ class Naming:
 
     layer: Mapping[str, str]  # names of a layer's tensors, after `blk.N.` and `prefix` and `N.`
     prefix: str = "model.layers."
-    outside: Mapping[str, str] = field(default_factory=lambda: GLOBAL)  # names of the other tensors
+    outside: Mapping[str, str] = field(default_factory=lambda: GLOBAL)
+    """Names of the other tensors; a list of matrices is one tensor in files."""
     permuted: bool = False  # True if rows that are rotated together are neighbours
     plus_one: bool = False  # True if weights of norms include the 1 that transformers adds
     plain_norms: Sequence[str] = ()  # norms of a layer whose weights do not include that 1
@@ -165,12 +166,22 @@ _UNGATED = _under("mlp", ffn_up="up_proj", ffn_down="down_proj")
 _JOINED_UP = {**_UNGATED, "ffn_up": "mlp.gate_up_proj"}
 
 
-_GEMMA4 = {
+_OWN_INPUTS = {
     **GEMMA2,
     **HEAD_NORMS,
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
+}
+_GEMMA3N = {
+    **_OWN_INPUTS,
+    **_under("altup", altup_router="modality_router", altup_router_norm="router_norm"),
+    **_under("altup", altup_predict_coef="prediction_coefs", altup_correct_coef="correction_coefs"),
+    **_under("laurel", laurel_l="linear_left", laurel_r="linear_right"),
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+_GEMMA4 = {
+    **_OWN_INPUTS,
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -260,6 +271,12 @@ _KIMI = {
     **_under("self_attn", ssm_norm="o_norm"),
 }
 _KIMI_CONVOLUTIONS = {f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"}
+_WITH_INPUTS = {
+    **GLOBAL,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 
 
 NAMINGS: Mapping[str, Naming] = {
@@ -452,14 +469,18 @@ NAMINGS: Mapping[str, Naming] = {
         expert_part="block_sparse_moe",
         bare={"exp_probs_b.bias": f"block_sparse_moe.{CORRECTION}"},
     ),
+    "gemma3n": Naming(
+        _GEMMA3N,
+        outside={
+            **_WITH_INPUTS,
+            "altup_proj": "model.altup_projections",
+            "altup_unembd_proj": "model.altup_unembed_projections",
+        },
+        bare={"altup_correct_scale.weight": "altup.correct_output_scale"},
+    ),
     "gemma4": Naming(
         _GEMMA4,
-        outside={
-            **GLOBAL,
-            "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
-        },
+        outside=_WITH_INPUTS,
         experts=GATED,
         expert_part="",
         bare={

@@ -30,6 +30,7 @@ CONFIGURATIONS: Mapping[str, Callable[[Facts], Configuration]] = {
     "gemma": plain("gemma", "gelu_pytorch_tanh"),
     "gemma2": dense.gemma2,
     "gemma3": dense.gemma3,
+    "gemma3n": dense.gemma3n,
     "gemma4": dense.gemma4,
     "glm4": dense.glm4,
     "glm4moe": mixtures.glm4moe,
