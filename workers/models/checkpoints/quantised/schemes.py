@@ -21,6 +21,9 @@ COMPRESSED_FORMATS = (
     PACKED,
 )
 READ = "AWQ (gemm), GPTQ, FP8 and compressed-tensors of whole or 8-bit floating-point codes"
+TERNARY = (
+    "as in all forms of this model; use another, such as a TriLM in a GGUF file (TQ1_0, TQ2_0)"
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,10 @@ def refuse_scheme(content: Mapping[str, Any], folder: object) -> None:
     except FieldError as error:
         raise damaged(f"{folder}/config.json: {error}") from None
     except ValueError as error:
-        raise CheckpointError(
-            f"{folder} is quantised in an unsupported way ({str(error)[:100]}); use the original "
-            f"weights of that model, or {READ}"
-        ) from None
+        why = str(error)[:100]
+        ending = TERNARY if why.startswith("bitnet") else f"use the original weights, or {READ}"
+        text = f"{folder} is quantised in an unsupported way ({why}); {ending}"
+        raise CheckpointError(text) from None
 
 
 def _awq(said: Mapping[str, Any]) -> Scheme:
