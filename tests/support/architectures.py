@@ -334,7 +334,7 @@ VARIED: dict[str, dict[str, Any]] = {
     | {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "num_experts": 8,
-        "n_group": 4,
+        "num_expert_group": 4,
         "topk_group": 2,
         "num_key_value_heads": 4,
         "linear_num_heads": 3,

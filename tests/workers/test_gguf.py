@@ -32,7 +32,13 @@ from dovetail.workers.models.checkpoints.gguf.files import read_model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.placing import placed_in
 from dovetail.workers.models.checkpoints.gguf.rows import InFile, Pile, Rows, unpacked
-from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder, resolved, view_of
+from dovetail.workers.models.checkpoints.gguf.view import (
+    blaming_the_file,
+    files_of,
+    local_folder,
+    resolved,
+    view_of,
+)
 from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
@@ -739,6 +745,25 @@ def test_an_architecture_that_computes_as_another_is_read_as_that(
     assert found[0][1]
 
 
+@needs_kernels
+def test_factors_of_the_rotation_of_minicpm_4_are_read(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8, "attention_factor": 1.0}
+    rope = {**ROPE, **factors, "rope_type": "longrope", "original_max_position_embeddings": 48}
+    write_tiny("granite", tmp_path / "model", rope_parameters=rope)
+    extra = {
+        f"rope_factors_{name}.weight": np.array(factors[f"{name}_factor"], np.float32)
+        for name in ("short", "long")
+    }
+    facts = {"scaling.type": "longrope", "scaling.original_context_length": 48}
+    twin = write_gguf(
+        *(tmp_path / "model", tmp_path / "m.gguf", lambda *_: Type.F32),
+        extra=extra,
+        architecture="minicpm",
+        **{f"minicpm.rope.{key}": value for key, value in facts.items()},
+    )
+    assert torch.equal(logits(load(tmp_path / "m.gguf")), logits(load(twin)))
+
+
 def test_a_file_of_minicpm_without_its_factors_is_refused(tmp_path: Path) -> None:
     write_tiny("granite", tmp_path / "model")
     facts = {"architecture": "minicpm", "minicpm.residual_scale": None}
@@ -1028,6 +1053,16 @@ def test_a_width_that_its_tensors_have_not_is_told_of_the_file(tmp_path: Path) -
         assert str(refused.value).endswith(
             "another file of this model, or its folder of safetensors"
         )
+
+
+def test_what_transformers_cannot_compute_is_told_of_the_file(tmp_path: Path) -> None:
+    file, _ = write(tmp_path)
+    said = "LlamaForCausalLM fails with this config.json: a is 1; correct it, or use another"
+    with (
+        pytest.raises(CheckpointError, match=r"with its metadata: a is 1; use another file of"),
+        blaming_the_file(view_of(file)),
+    ):
+        raise CheckpointError(f"{file}: {said}")
 
 
 def test_a_file_that_does_not_say_where_an_mlp_reads_is_refused(tmp_path: Path) -> None:

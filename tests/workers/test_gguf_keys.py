@@ -96,6 +96,18 @@ def test_a_factor_without_a_kind_of_scaling_is_linear(tmp_path: Path) -> None:
         ("deepseek_v3", {"expert_gating_func": None}, "by gating function 1 with corrections"),
         ("phi3", {"rope.scaling.attn_factor": 1.25}, r"by 1\.25 and has no rope_factors"),
         (
+            "phi3",
+            {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0},
+            r"a scaling of kind longrope and the factor 4\.0",
+        ),
+        ("afmoe", {"expert_used_count": 0}, "a token uses 0 of its 8 experts"),
+        ("glm4_moe", {"expert_used_count": 9}, "a token uses 9 of its 8 experts"),
+        ("gpt_oss", {"expert_used_count": 9}, "a token uses 9 of its 8 experts"),
+        ("glm4_moe", {"expert_group_count": 3}, "a token uses 2 of 3 groups of its 8 experts"),
+        ("glm4_moe", {"expert_group_count": 8}, "a token uses 2 of 8 groups of its 8 experts"),
+        ("glm4_moe", {"expert_group_used_count": 0}, "a token uses 0 of 4 groups"),
+        ("kimi_linear", {"expert_group_used_count": 5}, "a token uses 5 of 4 groups"),
+        (
             "deepseek_v3",
             {**YARN, "rope.scaling.yarn_log_multiplier": 0.0},
             "yarn_log_multiplier is 0.0, no positive",
@@ -106,7 +118,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused(
     tmp_path: Path, kind: str, facts: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
-        config_of(tmp_path, kind, facts)
+        config_of(tmp_path, kind, facts, sizes=VARIED.get(kind))
 
 
 def tokens(*names: str, kind: int = 3) -> dict[str, Any]:

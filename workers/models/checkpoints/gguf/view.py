@@ -75,9 +75,10 @@ def blaming_the_file(folder: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        if str(folder) not in str(error) or not (files := files_of(folder)):
+        files, said = files_of(folder), str(error)
+        if not files or not any(str(name) in said for name in (folder, files[0])):
             raise
-        said = str(error).replace(f"{folder}/config.json", str(files[0]))
+        said = said.replace(f"{folder}/config.json", str(files[0]))
         said = said.replace(str(folder), str(files[0]))
         told, _, remedy = said.rpartition("; ")
         if told and OF_FOLDERS.search(remedy):

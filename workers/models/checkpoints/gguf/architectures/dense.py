@@ -99,8 +99,8 @@ def rotation(facts: Facts, head: int) -> Configuration:
     kind = facts.text("rope.scaling.type", default)
     if kind == "none":  # Hunyuan's, whose scaling is in its base
         facts.whole("rope.scaling.original_context_length", 0)
-        if factor != 1.0:
-            raise facts.refusal(f"it scales its rotation by {factor} without a method")
+    if kind in ("none", "longrope") and factor != 1.0:
+        raise facts.refusal(f"its rotation has a scaling of kind {kind} and the factor {factor}")
     if "rope_freqs.weight" in facts.tensors:
         if kind != "none":
             raise facts.refusal(f"it has both rope_freqs and a scaling of kind {kind}")
@@ -232,25 +232,39 @@ def llama(facts: Facts) -> Configuration:
     if not facts.whole("expert_count", 0):
         facts.whole("expert_used_count", 0)
         return found
+    count, used = expert_counts(facts)
     return {
         **found,
         "model_type": "mixtral",
-        "num_local_experts": facts.whole("expert_count"),
-        "num_experts_per_tok": facts.whole("expert_used_count"),
+        "num_local_experts": count,
+        "num_experts_per_tok": used,
     }
+
+
+def expert_counts(facts: Facts) -> tuple[int, int]:
+    """Return the number of a layer's experts, and of those that a token uses."""
+    count, used = facts.whole("expert_count"), facts.whole("expert_used_count")
+    if not 0 < used <= count:
+        raise facts.refusal(f"a token uses {used} of its {count} experts (expert_used_count)")
+    return count, used
+
+
+def _add_factors(facts: Facts, rope: Configuration) -> None:
+    """Add the file's rope_factors, if there are any, to its rotation."""
+    attention = facts.real("rope.scaling.attn_factor", 1.0)
+    if "rope_factors_short.weight" in facts.tensors:
+        names = "rope_factors_short.weight", "rope_factors_long.weight"
+        if (kind := rope["rope_type"]) != "default":
+            raise facts.refusal(f"it has both rope_factors and a scaling of kind {kind}")
+        rope.update(factors_of(facts, *names, attention))
+    elif attention != 1.0:
+        raise facts.refusal(f"it scales attention by {attention} and has no rope_factors")
 
 
 def phi3(facts: Facts) -> Configuration:
     found = with_rms(facts)
     original = facts.whole("rope.scaling.original_context_length", 0)
-    attention = facts.real("rope.scaling.attn_factor", 1.0)
-    if "rope_factors_short.weight" in facts.tensors:
-        names = "rope_factors_short.weight", "rope_factors_long.weight"
-        if (kind := found["rope_parameters"]["rope_type"]) != "default":
-            raise facts.refusal(f"it has both rope_factors and a scaling of kind {kind}")
-        found["rope_parameters"].update(factors_of(facts, *names, attention))
-    elif attention != 1.0:
-        raise facts.refusal(f"it scales attention by {attention} and has no rope_factors")
+    _add_factors(facts, found["rope_parameters"])
     return {
         **found,
         "model_type": "phi3",
@@ -530,10 +544,12 @@ def _experts(facts: Facts) -> Configuration:
 
 
 def minicpm(facts: Facts) -> Configuration:
-    """Granite; older files lack its factors, and are refused."""
+    """Granite; older files lack its factors, and are refused. MiniCPM 4 has rope_factors."""
     for key in ("embedding_scale", "residual_scale", "logit_scale"):
         facts.positive(key)
-    return granite(facts)
+    found = granite(facts)
+    _add_factors(facts, found["rope_parameters"])
+    return found
 
 
 def granite_swa(facts: Facts) -> Configuration:
@@ -549,14 +565,15 @@ def granite_swa(facts: Facts) -> Configuration:
         "layer_types": pattern(facts, 4),
         "layer_rope_theta": [base if one else 0 for one in rotated],
     }
-    if not (experts := facts.whole("expert_count", 0)):
+    if not facts.whole("expert_count", 0):
         return found
+    count, used = expert_counts(facts)
     return {
         **found,
         "model_type": "granitemoe_swa",
         "intermediate_size": facts.whole("feed_forward_length"),
-        "num_local_experts": experts,
-        "num_experts_per_tok": facts.whole("expert_used_count"),
+        "num_local_experts": count,
+        "num_experts_per_tok": used,
         "shared_intermediate_size": facts.whole("expert_shared_feed_forward_length", 0),
     }
 

@@ -16,6 +16,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.mixtures import (
     SHARED,
     SIGMOID,
     experts_of,
+    groups_of,
     latents_of,
     shared_width,
 )
@@ -184,8 +185,7 @@ def kimi_linear(facts: Facts) -> Configuration:
         "n_shared_experts": facts.whole("expert_shared_count"),
         "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
         "norm_topk_prob": True,
-        "n_group": facts.whole("expert_group_count", 1),
-        "topk_group": facts.whole("expert_group_used_count", 1),
+        **groups_of(facts),
         "layer_types": [FULL if count else LINEAR for count in _key_heads(facts)],
         "mlp_layer_types": ["sparse" if at >= dense else "dense" for at in range(facts.layers)],
         "linear_num_heads": found["num_attention_heads"],
@@ -274,6 +274,5 @@ def _nemotron_experts(facts: Facts) -> Configuration:
         "moe_latent_size": latent or None,
         "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
         "norm_topk_prob": facts.truth("expert_weights_norm", False),
-        "n_group": facts.whole("expert_group_count", 1),
-        "topk_group": facts.whole("expert_group_used_count", 1),
+        **groups_of(facts),
     }
