@@ -76,8 +76,8 @@ def refuse_scheme(content: Mapping[str, Any], folder: object) -> None:
         raise damaged(f"{folder}/config.json: {error}") from None
     except ValueError as error:
         why = str(error)[:100]
-        ending = TERNARY if why.startswith("bitnet") else f"use the original weights, or {READ}"
-        text = f"{folder} is quantised in an unsupported way ({why}); {ending}"
+        ending = TERNARY if why.startswith("bitnet") else f"; use the original weights, or {READ}"
+        text = f"{folder} is quantised in an unsupported way ({why}){ending}"
         raise CheckpointError(text) from None
 
 
