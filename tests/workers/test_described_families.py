@@ -263,6 +263,8 @@ def test_what_a_configuration_switches_is_described(kind: str, tmp_path: Path) -
     [
         ("opt", {"do_layer_norm_before": False}, "no norms after residual sums"),
         ("dbrx", {"attn_config": {"rope_theta": 5e5}}, "add rope_theta 500000.0 to rope_param"),
+        ("afmoe", {"route_norm": False}, r"route_norm is False, .* \(it computes with True\)"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is False, which transformers ign"),
         ("phi", {"qk_layernorm": True}, "no layer norms of queries"),
         ("cohere", {"use_qk_norm": True}, "no layer norms of queries"),
     ],

@@ -83,6 +83,15 @@ UNREAD = {
 }
 """Why some model types are unsupported although they look supported."""
 
+IGNORED: Mapping[str, Mapping[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True},
+    "hy_v3": {"moe_router_use_sigmoid": True, "route_norm": True, "qk_norm": True},
+    "kimi_linear": {"moe_router_activation_func": "sigmoid", "mla_use_nope": True},
+    "laguna": {"moe_router_use_sigmoid": True},
+}
+"""Model type -> fields of published configurations that transformers ignores, and the values with
+which it computes."""
+
 
 def why_no_folder(source: str) -> str:
     """Return why a file is not a model folder, and the remedy."""
@@ -191,6 +200,12 @@ def refuse_config(config: Any, model_class: Any, file: Path) -> None:
             f"{file} has rope_theta {base} in attn_config, which transformers ignores (it uses "
             f"{used}); add rope_theta {base} to rope_parameters"
         )
+    for name, used in IGNORED.get(config.model_type, {}).items():
+        if (own := getattr(config, name, None)) not in (None, used):
+            raise CheckpointError(
+                f"{file}: {name} is {shown(own)}, which transformers ignores (it computes with "
+                f"{shown(used)}); {REMEDY}"
+            )
 
 
 def bidirectional(config: Any, field: str, file: Path) -> CheckpointError:
