@@ -292,7 +292,11 @@ def test_the_library_reads_the_same_numbers(tmp_path: Path) -> None:
             several((4, SIZE), (8, SIZE // 2)),
             "codes of 4 or 8 bits fit the shape of tensor",
         ),
-        ("int8", {"quant_method": "bitnet"}, r"also round .*, as are all its forms; use another"),
+        (
+            "int8",
+            {"quant_method": "bitnet"},
+            r"also round .*, as do those of all its forms; use another",
+        ),
         ("int8", {"quant_method": "fp8"}, "weight does not fit the other parts"),
     ],
 )

@@ -22,7 +22,7 @@ COMPRESSED_FORMATS = (
 )
 READ = "AWQ (gemm), GPTQ, FP8 and compressed-tensors of whole or 8-bit floating-point codes"
 TERNARY = (
-    "as in all forms of this model; use another, such as a TriLM in a GGUF file (TQ1_0, TQ2_0)"
+    ", as do those of all its forms; use another model, such as a TriLM in GGUF (TQ1_0, TQ2_0)"
 )
 
 
