@@ -89,8 +89,7 @@ IGNORED: Mapping[str, Mapping[str, Any]] = {
     "kimi_linear": {"moe_router_activation_func": "sigmoid", "mla_use_nope": True},
     "laguna": {"moe_router_use_sigmoid": True},
 }
-"""Model type -> fields of published configurations that transformers ignores, and the values with
-which it computes."""
+"""Fields that transformers ignores, by model type -> the values with which it computes."""
 
 
 def why_no_folder(source: str) -> str:
@@ -202,10 +201,8 @@ def refuse_config(config: Any, model_class: Any, file: Path) -> None:
         )
     for name, used in IGNORED.get(config.model_type, {}).items():
         if (own := getattr(config, name, None)) not in (None, used):
-            raise CheckpointError(
-                f"{file}: {name} is {shown(own)}, which transformers ignores (it computes with "
-                f"{shown(used)}); {REMEDY}"
-            )
+            said = f"{name} is {shown(own)}, which transformers ignores (it computes with {used})"
+            raise CheckpointError(f"{file}: {said}; {REMEDY}")
 
 
 def bidirectional(config: Any, field: str, file: Path) -> CheckpointError:

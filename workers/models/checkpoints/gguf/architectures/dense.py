@@ -232,21 +232,15 @@ def llama(facts: Facts) -> Configuration:
     if not facts.whole("expert_count", 0):
         facts.whole("expert_used_count", 0)
         return found
-    count, used = expert_counts(facts)
-    return {
-        **found,
-        "model_type": "mixtral",
-        "num_local_experts": count,
-        "num_experts_per_tok": used,
-    }
+    return {**found, **expert_counts(facts), "model_type": "mixtral"}
 
 
-def expert_counts(facts: Facts) -> tuple[int, int]:
+def expert_counts(facts: Facts) -> Configuration:
     """Return the number of a layer's experts, and of those that a token uses."""
     count, used = facts.whole("expert_count"), facts.whole("expert_used_count")
     if not 0 < used <= count:
         raise facts.refusal(f"a token uses {used} of its {count} experts (expert_used_count)")
-    return count, used
+    return {"num_local_experts": count, "num_experts_per_tok": used}
 
 
 def _add_factors(facts: Facts, rope: Configuration) -> None:
@@ -567,13 +561,11 @@ def granite_swa(facts: Facts) -> Configuration:
     }
     if not facts.whole("expert_count", 0):
         return found
-    count, used = expert_counts(facts)
     return {
         **found,
         "model_type": "granitemoe_swa",
         "intermediate_size": facts.whole("feed_forward_length"),
-        "num_local_experts": count,
-        "num_experts_per_tok": used,
+        **expert_counts(facts),
         "shared_intermediate_size": facts.whole("expert_shared_feed_forward_length", 0),
     }
 

@@ -32,23 +32,27 @@ def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:
     if (said := facts.whole("expert_gating_func", default)) != score and (default is None or said):
         raise facts.refusal(f"its experts are chosen by gating function {said}")
     width = facts.whole("expert_feed_forward_length", 0)
-    count, used = expert_counts(facts)
+    counts = expert_counts(facts)
     return {
         "hidden_act": "silu",
-        "num_experts": count,
-        "num_experts_per_tok": used,
+        "num_experts": counts.pop("num_local_experts"),
+        **counts,
         **({"moe_intermediate_size": width} if width else {}),
     }
 
 
-def groups_of(facts: Facts) -> Configuration:
-    """Return the groups of experts and the number that a token uses; 0 groups are one."""
+def routing_of(facts: Facts) -> Configuration:
+    """Return how chosen experts are weighted, and the groups they are chosen in; 0 are one."""
     groups, experts = facts.whole("expert_group_count", 1) or 1, facts.whole("expert_count")
     used = facts.whole("expert_group_used_count", 1) or int(groups == 1)
     if experts % groups or not 0 < used <= groups < max(2, experts):
-        said = f"a token uses {used} of {groups} groups of its {experts} experts"
-        raise facts.refusal(f"{said} (expert_group_count, expert_group_used_count)")
-    return {"n_group": groups, "topk_group": used}
+        raise facts.refusal(f"a token uses {used} of {groups} groups of its {experts} experts")
+    return {
+        "n_group": groups,
+        "topk_group": used,
+        "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": facts.truth("expert_weights_norm", False),
+    }
 
 
 SHARED = ".ffn_up_shexp.weight"  # suffix of the name of a shared expert's up projection
@@ -141,15 +145,14 @@ def gpt_oss(facts: Facts) -> Configuration:
     """Layers alternate between window and full attention; the ramp of its yarn is not rounded."""
     found = with_rms(facts)
     found["rope_parameters"]["truncate"] = False
-    layers, (count, used) = range(found["num_hidden_layers"]), expert_counts(facts)
+    layers = range(found["num_hidden_layers"])
     return {
         **found,
         "model_type": "gpt_oss",
         "hidden_act": "silu",
         "attention_bias": True,
         "intermediate_size": facts.whole("expert_feed_forward_length"),
-        "num_local_experts": count,
-        "num_experts_per_tok": used,
+        **expert_counts(facts),
         "sliding_window": facts.whole("attention.sliding_window"),
         "layer_types": [FULL if index % 2 else SLIDING for index in layers],
         "swiglu_limit": 7.0,
@@ -191,9 +194,7 @@ def glm4moe(facts: Facts) -> Configuration:
         "use_qk_norm": "blk.0.attn_q_norm.weight" in facts.tensors,
         "n_shared_experts": facts.whole("expert_shared_count"),
         "first_k_dense_replace": facts.whole("leading_dense_block_count", 0),
-        "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
-        "norm_topk_prob": facts.truth("expert_weights_norm", False),
-        **groups_of(facts),
+        **routing_of(facts),
         "num_nextn_predict_layers": 0,
     }
 
@@ -238,21 +239,18 @@ def deepseek2(facts: Facts) -> Configuration:
         said = "with" if corrected else "without"
         raise facts.refusal(f"its experts are chosen by gating function {score} {said} corrections")
     found = {**latents_of(facts), **experts_of(facts, score)}
-    normalised = facts.truth("expert_weights_norm", False)
     found |= {
         "model_type": "deepseek_v3",
         "n_routed_experts": found.pop("num_experts"),
         "intermediate_size": facts.whole("feed_forward_length"),
         "n_shared_experts": facts.whole("expert_shared_count"),
         "first_k_dense_replace": first,
-        "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
-        "norm_topk_prob": normalised,
-        **groups_of(facts),
+        **routing_of(facts),
         "num_nextn_predict_layers": 0,
     }
     if score == SIGMOID:
         return found
-    if normalised:
+    if found["norm_topk_prob"]:
         raise facts.refusal("its experts' shares are normalised, unlike DeepSeek-V2's")
     method = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
     return {**found, "model_type": "deepseek_v2", "topk_method": method}

@@ -16,8 +16,8 @@ from dovetail.workers.models.checkpoints.gguf.architectures.mixtures import (
     SHARED,
     SIGMOID,
     experts_of,
-    groups_of,
     latents_of,
+    routing_of,
     shared_width,
 )
 from dovetail.workers.models.checkpoints.gguf.facts import KV_HEADS, Facts
@@ -183,9 +183,8 @@ def kimi_linear(facts: Facts) -> Configuration:
         "intermediate_size": facts.whole("feed_forward_length"),
         "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "n_shared_experts": facts.whole("expert_shared_count"),
-        "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
+        **routing_of(facts),
         "norm_topk_prob": True,
-        **groups_of(facts),
         "layer_types": [FULL if count else LINEAR for count in _key_heads(facts)],
         "mlp_layer_types": ["sparse" if at >= dense else "dense" for at in range(facts.layers)],
         "linear_num_heads": found["num_attention_heads"],
@@ -272,7 +271,5 @@ def _nemotron_experts(facts: Facts) -> Configuration:
         "moe_shared_expert_intermediate_size": width,
         "n_shared_experts": shared or 1,
         "moe_latent_size": latent or None,
-        "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
-        "norm_topk_prob": facts.truth("expert_weights_norm", False),
-        **groups_of(facts),
+        **routing_of(facts),
     }
