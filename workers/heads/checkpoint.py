@@ -35,6 +35,7 @@ from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES,
 
 EMBEDDINGS = (
     "model.embed_tokens.weight",
+    "model.word_embeddings.weight",
     "embed_tokens.weight",
     "transformer.wte.weight",
     "wte.weight",

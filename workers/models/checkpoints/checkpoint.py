@@ -145,7 +145,7 @@ def open_weights(folder: Path, *, wait: bool = True) -> Weights:
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
     sources, tensors = _read_headers(folder)
-    tensors = decoded(text_part(content), tensors)
+    tensors = _apart(text_part(content), decoded(text_part(content), tensors))
     _refuse_kinds(tensors)
     configuration = read_bytes(folder / "config.json")
     if wait:
@@ -159,7 +159,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Return where a folder's tensors are, from headers only; their values are not checked."""
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
-    return renamed(content, decoded(text_part(content), _read_headers(folder)[1]))
+    tensors = decoded(text_part(content), _read_headers(folder)[1])
+    return renamed(content, _apart(text_part(content), tensors))
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -192,6 +193,25 @@ def tensor_names(file: Path) -> list[str]:
             return sorted(content.keys())
     except (SafetensorError, OSError) as error:
         raise damaged(f"{file} is not a complete safetensors file ({reason(error)})") from None
+
+
+def _apart(config: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Return tensors with queries, keys and values apart, whose rows are one tensor of Sarvam."""
+    heads, groups = config.get("num_attention_heads", 64), config.get("num_key_value_heads", 4)
+    counts = [heads, groups, groups]
+    if config.get("model_type") != "sarvam_moe" or any(type(n) is not int or n < 1 for n in counts):
+        return tensors
+    found = dict[str, Stored]()
+    for name, stored in tensors.items():
+        before, fused, after = name.partition(".query_key_value.")
+        if not fused or type(stored) is not Stored or not stored.shape:
+            found[name] = stored
+            continue
+        first, width = 0, stored.shape[0] // sum(counts)
+        for part, count in zip("qkv", counts, strict=True):
+            found[f"{before}.{part}_proj.{after}"] = stored.some(first, count * width)
+            first += count * width
+    return found
 
 
 def _read_headers(folder: Path) -> tuple[list[DigestSource], dict[str, Stored]]:

@@ -179,7 +179,7 @@ def rearranged(tensors: Sequence[Tensor]) -> bool:
 def in_pieces(folder: Path) -> bool:
     """Return whether the experts of a folder's model are read one by one."""
     try:
-        return read_json(folder / "config.json").get("model_type") in NAMINGS
+        return text_part(read_json(folder / "config.json")).get("model_type") in NAMINGS
     except (CheckpointError, TypeError):
         return False
 

@@ -42,6 +42,14 @@ _OLMO_HYBRID = {
     ".input_layernorm.": ".attention_layer_norm.",
     ".post_attention_layernorm.": ".feedforward_layer_norm.",
 }
+_SARVAM = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".self_attn.q_norm.": ".attention.query_layernorm.",
+    ".self_attn.k_norm.": ".attention.key_layernorm.",
+    ".self_attn.": ".attention.",
+    ".e_score_correction_bias": ".expert_bias",
+}
 _KIMI = {**_MIXTRAL, ".self_attn.forget_gate.": ".self_attn."}
 NAMINGS: Mapping[str, Naming] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "glm4_moe", "hunyuan_v1_moe", "gpt_oss"), Naming()),
@@ -52,6 +60,7 @@ NAMINGS: Mapping[str, Naming] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), Naming()),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "sarvam_mla"), Naming()),
     "axk1": Naming(renamed={".mlp.post_mlp_layernorm.": ".post_mlp_layernorm."}),
+    "sarvam_moe": Naming(renamed=_SARVAM),
     "ernie4_5_moe": Naming(renamed=_STATICS),
     "exaone_moe": Naming(renamed=_ABOVE_GATE),
     "hy_v3": Naming(renamed=_HY),

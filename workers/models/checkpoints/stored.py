@@ -66,9 +66,16 @@ class Stored:
 
     def one(self, index: int) -> "Stored":
         """Return the place of the tensor at an index of the first dimension of this one."""
+        return replace(self.some(index, 1), shape=self.shape[1:])
+
+    def some(self, first: int, count: int) -> "Stored":
+        """Return the place of `count` tensors along the first dimension, from `first` on."""
         size = self.size_bytes // self.shape[0]
         return replace(
-            self, shape=self.shape[1:], offset=self.offset + index * size, size_bytes=size
+            self,
+            shape=(count, *self.shape[1:]),
+            offset=self.offset + first * size,
+            size_bytes=count * size,
         )
 
     def content(self, name: str) -> bytearray:
