@@ -455,7 +455,7 @@ class Recalled(Kernels):
         kernels.set_threads(torch.get_num_threads())
         self._begin(model, kind, KnownTables(angles, context), cache)
         self._family = FAMILIES[model.config.model_type]
-        self._known, self._inputs = noted, None
+        self._known, self._inputs, self._streams = noted, None, None
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         """Pack a layer."""
