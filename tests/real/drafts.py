@@ -6,6 +6,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +23,12 @@ LOOK_UPS = ("none", "ngram-simple", "ngram-mod")
 
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), nargs=-1)
+@click.argument(
+    "prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    nargs=-1,
+    required=True,
+)
 @click.option("--draft", "drafts", multiple=True, default=("none", "ngram", "auto"))
 @click.option("--llama-server", "peer", help="A llama-server to measure in alternation.")
 @click.option("--tokens", default=96, show_default=True, help="Tokens of a reply.")
@@ -81,22 +87,28 @@ def drafts(
                 if name in drafts:
                     texts[kind, chat, temperature].add(reply.text)
     for temperature in temperatures.split(","):
-        median = {
+        click.echo(f"temperature {temperature}, tokens/s")
+        found = {
             (name, kind): statistics.median(rates[name, kind, temperature])
             for name, kind in itertools.product(sites, chats)
         }
-        whole = {name: statistics.median(median[name, kind] for kind in chats) for name in sites}
-        plain = whole[next(iter(sites))]
-        rows = [
-            [
-                name,
-                *(f"{median[name, kind]:.0f}" for kind in chats),
-                f"{whole[name]:.0f}",
-                f"{whole[name] / plain:.2f}",
-            ]
-            for name in sites
-        ]
-        click.echo(f"temperature {temperature}, tokens/s")
-        print_table(["service", *chats, "median", "ratio"], rows)
+        print_table(["service", *chats, "median", "ratio"], _lines(found, [*sites], [*chats]))
     differ = sum(len(found) > 1 for found in texts.values())
     click.echo(f"{differ} of {len(texts)} replies differ between drafts")
+
+
+def _lines(
+    found: Mapping[tuple[str, str], float], names: Sequence[str], kinds: Sequence[str]
+) -> list[list[str]]:
+    """Return the lines of a table: tokens/s by service and kind of prompt, the median of all kinds,
+    and its ratio to the first service's."""
+    whole = {name: statistics.median(found[name, kind] for kind in kinds) for name in names}
+    return [
+        [
+            name,
+            *(f"{found[name, kind]:.0f}" for kind in kinds),
+            f"{whole[name]:.0f}",
+            f"{whole[name] / whole[names[0]]:.2f}",
+        ]
+        for name in names
+    ]

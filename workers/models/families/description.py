@@ -196,9 +196,8 @@ class Router:
     """The name of a factor of the weights, a number for each expert."""
     softcap: float = 0.0  # logits become softcap tanh(logit / softcap); 0: no softcap
     jitter: float = 0.0  # of SPARSE_MIXER
-    scale_after: float = (
-        1.0  # the part of `scale` by which transformers multiplies the experts' sum
-    )
+    scale_after: float = 1.0
+    """The part of `scale` by which transformers multiplies the experts' sum."""
 
 
 @dataclass(frozen=True)
