@@ -55,7 +55,7 @@ class Controller:
         """The plan of the next round, and the era in which it was made."""
         self.expected_tokens = self.predicted_s = 0.0
         """Sums over all predicted rounds."""
-        self.controls = self._controls_left = 0  # rounds without a draft for a measurement
+        self.controls = 0  # rounds without a draft for a measurement
         self._was_ordered = True  # the last round had a draft, which delays the next one
         self.work_with(pair, costs)
 
@@ -70,7 +70,7 @@ class Controller:
             self._own.begin()
         self._pricing.forget()
         self._calibration = Calibration(pair.calibration if pair is not None else 1.0)
-        self._empty = self._resting = 0
+        self._empty = self._resting = self._controls_left = 0
         self._settle()
         if pair is not None and self._own is not None and not self._own.drafting:
             self._say(
@@ -210,6 +210,7 @@ class Controller:
         if changed:
             self._settle()
             self._pricing.forget()
+            self._controls_left = 0
             if now.crowd is not None:
                 now.crowd.on_off.begin()
         sampled = now.crowd is None or now.crowd.due(load.draft)
