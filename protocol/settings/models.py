@@ -213,6 +213,11 @@ class DraftSettings(Frozen):
         description="whether a head's contrast output (jakiro) drafts the last level without "
         "a separate pass; auto: where the head has one",
     )
+    head_rows: Annotated[int, Field(ge=64, le=1 << 24)] | Literal["all", "auto"] = Field(
+        "auto",
+        description="number of frequent tokens that a head's output covers, besides the last ones "
+        "of a session's text; all; or auto: on a CPU 32768 of a larger vocabulary, elsewhere all",
+    )
     ahead: bool | Literal["auto"] = Field(
         "auto",
         description="keep drafting while the target verifies; auto: if the two share no device, or "

@@ -53,11 +53,12 @@ from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import THE_ROOT
 from dovetail.workers.drafters.tree import CHUNK, Grower
 from dovetail.workers.heads.head import Head, Predicted
+from dovetail.workers.heads.rows import TokenCounts
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
-from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.proposal import Order, Shape
 from dovetail.workers.speculation.score_calibration import Scale
 
 SHARPENING = 1.0
@@ -99,14 +100,16 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
         contrast: bool,
         capture: Capture | None = None,
         ahead: bool = False,
+        counts: TokenCounts | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`contrast`: take the last level from the contrast output, which the head must have.
+        """`counts`: counts the tokens of replies. `contrast`: take the last level from the contrast
+        output, which the head must have.
         `capture`: capture and replay the levels with it. `ahead`: give sessions rows for growth
         ahead."""
         super().__init__(spans, Scale(SHARPENING, NOISE_SHARE), ahead=ahead, clock=clock)
         self.head = head
-        self._contrast, self._capture = contrast, capture
+        self._contrast, self._capture, self._counts = contrast, capture, counts
         spec = head.spec
         self.reads = Reads(
             taps=spec.taps,
@@ -161,7 +164,20 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
             window=window,
             waiting=waiting,
             dropped=0 if base is None else base.dropped,
+            recent=self.head.recent_rows(order.prompt, order.end),
         )
+
+    def _committed(self, order: Order[HeadSession]) -> list[int]:
+        tokens = super()._committed(order)
+        if order.session.recent is not None:
+            order.session.recent.add(tokens)
+        if self._counts is not None:
+            self._counts.add(tokens)
+        return tokens
+
+    def learn(self) -> bool:
+        saved = self._counts is not None and self._counts.save()
+        return super().learn() or saved
 
     def keep(self, session: HeadSession) -> HeadLeft:
         session.cache.resize(session.cache.length)
@@ -332,6 +348,7 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
             into=1 + first,
             contrast=self._contrast and bool((levels == depth - 2).any()),
             ranking=session.ranking_of(nodes) if session.levels.ranks else None,
+            recent=session.recent,
         )
         found: Predicted = yield session.levels.ask(level)
         session.levels.take(level, found)

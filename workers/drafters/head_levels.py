@@ -318,6 +318,7 @@ def compute_rows(head: Head, parts: Sequence[Rows]) -> Sequence[Predicted]:
         true=kind.true,
         rows=wanted_rows(parts),
         contrast=kind.contrast,
+        recent=[(part.wanted, part.recent) for part in parts],
     )
     counts = [part.wanted for part in parts]
     logits, states = (torch.split(own, counts) for own in (predicted.logits, predicted.states))

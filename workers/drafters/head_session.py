@@ -12,6 +12,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.workers.drafters.head_levels import TRUE, Kind, Level, Levels
 from dovetail.workers.drafters.passes import Rows
 from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
+from dovetail.workers.heads.recent import RecentRows
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.prefix_cache import Left
 
@@ -35,6 +36,7 @@ class HeadSession(GrowingSession):
     waiting: list[Tensor] = field(default_factory=list)
     """Features [n, W] of the positions behind the true rows."""
     dropped: int = 0
+    recent: RecentRows | None = None  # the log's own tokens, for a reduced output head
 
     @property
     def states(self) -> Tensor:
@@ -72,7 +74,8 @@ class HeadSession(GrowingSession):
         positions = torch.arange(first, first + count)
         if not (predicted and count <= MOST_TRUE and self.levels.ranks):
             segment, kind = Segment(cache, cache.length, count), Kind(true=True, contrast=contrast)
-            return Rows(tokens, positions, segment, int(predicted), kind=kind, features=features)
+            own = {"features": features, "recent": self.recent}
+            return Rows(tokens, positions, segment, int(predicted), kind=kind, **own)
         return Level(
             tokens,
             positions,
@@ -85,6 +88,7 @@ class HeadSession(GrowingSession):
             contrast=contrast,
             ranking=self.ranking_of(THE_ROOT),
             features=features,
+            recent=self.recent,
         )
 
     def commit(self, count: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices.memory import is_out_of_memory, without_graphs
+from dovetail.workers.heads.recent import RecentRows
 from dovetail.workers.models.backends.device.levels import AskedRows
 from dovetail.workers.speculation.growth import Nodes
 
@@ -114,6 +115,7 @@ class Rows(AskedRows):
 
     kind: Hashable = None
     features: Tensor = EMPTY  # [N, W], for a head
+    recent: RecentRows | None = None  # the session's own tokens, for a reduced output head
 
     @property
     def count(self) -> int:

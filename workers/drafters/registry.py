@@ -303,6 +303,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.drafters.head import HeadDrafter
     from dovetail.workers.drafters.weights import check_type, chosen_type
     from dovetail.workers.heads.head import open_head
+    from dovetail.workers.heads.rows import FrequentRows
     from dovetail.workers.models.backends.device.choice import tell_products
 
     settings = wanted.settings
@@ -322,7 +323,11 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
         device=str(device.torch_device),
         allow_bin=settings.pickled,
         choose_type=choose_type,
+        output=(output := FrequentRows(settings.head_rows)),
     )
+    if head.reduced is not None:
+        size = f"{head.reduced} of {head.vocabulary_size} rows (draft.head_rows)"
+        print(f"{wanted.name}: the output head has {size}", file=sys.stderr)
     if head.said:
         print(f"{wanted.name}: {head.said}", file=sys.stderr)
     if not device.is_cpu:
@@ -335,7 +340,12 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     spans = Spans()
     contrast = head.spec.contrast and settings.contrast is not False
     engine = HeadDrafter(
-        head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False
+        head,
+        spans,
+        contrast=contrast,
+        capture=device.capture,
+        ahead=settings.ahead is not False,
+        counts=output.counts,
     )
     identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)
     return on_device(DraftWorker(engine, identity, spans))

@@ -21,7 +21,9 @@ from dovetail.workers.heads.engines import TYPES, HeadEngine, HeadKernels, HeadT
 from dovetail.workers.heads.files import classify
 from dovetail.workers.heads.matrices import KINDS, check_weights
 from dovetail.workers.heads.parts import HeadCheckpoint, HeadParts, Inputs
+from dovetail.workers.heads.recent import RecentRows
 from dovetail.workers.heads.registry import KINDS as HEADS
+from dovetail.workers.heads.rows import FrequentRows
 from dovetail.workers.heads.spec import HeadSpec
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import packing
@@ -68,25 +70,34 @@ class Head:
         engine: HeadEngine,
         *,
         weights: str,
+        rows: Tensor | None = None,
         wider: "Callable[[], Head] | None" = None,
         said: str = "",
     ) -> None:
-        """`wider`: opens the head with products that never narrow to fp16; None: none of its
-        products does. `said`: a sentence about types that the user has not chosen; empty if there
-        are none."""
+        """`rows`: the tokens of a reduced output head, int64 ascending; None: it stays whole.
+        `wider`: opens the head with products that never narrow to fp16; None: none of its products
+        does. `said`: a sentence about types that the user has not chosen; empty if there are
+        none."""
         self.spec, self.source = checkpoint.spec, checkpoint.source
         self.wider, self.said = wider, said
         self.device: torch.device = engine.device
         self.checkpoint_digest, self.trained_for = checkpoint.digest, checkpoint.trained_for
-        self.weights, self.arithmetic = weights, engine.name
+        self.weights, self.reduced = weights, None if rows is None else len(rows)
+        self.arithmetic = engine.name + ("" if rows is None else f", {len(rows)} output rows")
         self.vocabulary_size = self.spec.vocabulary_size
         self._engine, self.graphs = engine, Graphs()
         self._body = HEADS[self.spec.kind].body(HeadParts(checkpoint, engine))
         self.ours = engine.ours  # our functions for rows of several sessions, if any
         self._table = _table(checkpoint.embedding, engine)
         shares = checkpoint.output is checkpoint.embedding and engine.table is not None
-        self._output = engine.linear(self._table if shares else checkpoint.output)
-        self._tokens = None if checkpoint.tokens is None else checkpoint.tokens.to(self.device)
+        output, tokens = self._table if shares else checkpoint.output, checkpoint.tokens
+        self._whole: Tensor | None = None  # all rows of a reduced output head, on a CPU
+        if rows is not None:
+            self._whole = output if self.device.type == "cpu" else None
+            self._lacking = torch.ones(len(output), dtype=torch.bool).index_fill_(0, rows, False)
+            output, tokens = output[rows.to(output.device)], rows
+        self._output = engine.linear(output)
+        self._tokens = None if tokens is None else tokens.to(self.device)
 
     def longest_tokens(self, count: int) -> Tensor:
         """Return the tokens whose embeddings have the largest norms, int64 [count]."""
@@ -99,6 +110,12 @@ class Head:
         trees."""
         return self._engine.open_cache(capacity)
 
+    def recent_rows(self, text: Sequence[int], end: Sequence[int]) -> RecentRows | None:
+        """Return the output rows of a session's own tokens; None: the output head is whole, or on a
+        GPU, where levels are captured."""
+        whole = self._whole
+        return None if whole is None else RecentRows(whole, self._lacking, text, end)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -110,15 +127,18 @@ class Head:
         true: bool,
         rows: Tensor | None = None,
         contrast: bool = False,
+        recent: Sequence[tuple[int, RecentRows | None]] = (),
     ) -> Predicted:
         """Compute a pass: tokens, positions int64 [T] (the rows of all segments, one after the
         other), features [T, W] of the target if `true`, else recurrent [T, H]. `rows`: which of the
-        T are predicted, None: all. Keys and values of all rows go into the caches."""
+        T are predicted, None: all. Keys and values of all rows go into the caches. `recent`: counts
+        of predicted rows, one after the other, with the tokens that a reduced output head adds."""
         width = self.spec.feature_width if true else self.spec.hidden
         if features.shape[1] != width:
             raise ValueError(f"features of width {features.shape[1]}, not of {width}")
         seen = self._engine.see(positions, segments)
-        return self._predict(tokens, features, seen, true=true, rows=rows, contrast=contrast)
+        about = {"true": true, "rows": rows, "contrast": contrast}
+        return self._predict(tokens, features, seen, recent=recent, **about)
 
     @torch.inference_mode()
     def step(
@@ -152,6 +172,7 @@ class Head:
         true: bool,
         rows: Tensor | None,
         contrast: bool,
+        recent: Sequence[tuple[int, RecentRows | None]] = (),
     ) -> Predicted:
         beat()
         device, dtype = self.device, torch.float32
@@ -165,14 +186,17 @@ class Head:
             empty = torch.empty(0, self.vocabulary_size, device=device)
             return Predicted(empty, out.states, None if out.contrast is None else empty)
         read = [*out.branches, *([] if out.contrast is None else [out.contrast])]
-        logits = (
-            self._output(read[0] if len(read) == 1 else torch.cat(read))
-            .float()
-            .view(len(read), count, -1)
-        )
+        joined = read[0] if len(read) == 1 else torch.cat(read)
+        logits = self._spread(self._output(joined).float()).view(len(read), count, -1)
+        for states, own in zip(read, logits, strict=True):
+            start = 0
+            for wanted, rows_of in recent:
+                if rows_of is not None:
+                    part = slice(start, start + wanted)
+                    rows_of.write(states[part], own[part])
+                start += wanted
         first = logits[0] if out.share is None else _mixed(logits[0], logits[1], out.share.float())
-        later = None if out.contrast is None else self._spread(logits[-1])
-        return Predicted(self._spread(first), out.states, later)
+        return Predicted(first, out.states, None if out.contrast is None else logits[-1])
 
     def _spread(self, logits: Tensor) -> Tensor:
         """Scatter logits over the draft vocabulary [R, Vd] to the target's, [R, V]."""
@@ -205,15 +229,17 @@ def open_head(
     allow_bin: bool = False,
     backend: str = "auto",
     choose_type: Callable[[str], str] = str,
+    output: FrequentRows | None = None,
 ) -> Head:
     """Open the head in `source` for the model in `target` (folders, hub ids, id@revision), with
     weights of a type in `WEIGHTS` on cpu or cuda:N.
 
     `allow_bin`: allow pickled weights. `backend`: kernels, library (torch), or auto, the kernels on
     a CPU that has them. `choose_type`: with weights auto, returns the type that weights stored in
-    16 bits (fp16, bf16) get on a GPU. Raises `CheckpointError` in one line for anything wrong or
-    misfitting. On a GPU states are fp32; if products that narrow them to fp16 overflow, wider
-    products with the stored weights replace them."""
+    16 bits (fp16, bf16) get on a GPU. `output`: chooses the rows of the output head; None: all.
+    Raises `CheckpointError` in one line for anything wrong or misfitting. On a GPU states are fp32;
+    if products that narrow them to fp16 overflow, wider products with the stored weights replace
+    them."""
     if weights not in WEIGHTS:
         raise CheckpointError(
             f"there are no weights of type {weights!r} for a draft head; choose "
@@ -235,10 +261,12 @@ def open_head(
         if weights == "auto" and on_gpu and not exact:
             kind = choose_type(kind)
         narrows = on_gpu and kind == "fp16" and not exact
+        rows = None if output is None else output.choose(checkpoint, on_cpu=not on_gpu)
         return Head(
             checkpoint,
             _engine(checkpoint, kind, place, backend, exact=bool(exact)),
             weights=weights,
+            rows=None if rows is None else torch.from_numpy(rows),
             wider=partial(opened, OVERFLOWED) if narrows else None,
             said=f"{place}: {exact}: products and cache are fp32" if exact else "",
         )

@@ -1,0 +1,45 @@
+"""The output rows of a session's own tokens, beside a reduced output head."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+MOST = 512  # the most rows of a session
+
+
+class RecentRows:
+    """The rows of the last distinct tokens of a text that a reduced output head lacks, at most
+    `MOST`, and those of end tokens, which stay."""
+
+    def __init__(self, output: Tensor, lacking: Tensor, text: Sequence[int], end: Sequence[int]):
+        """`output`: all rows [V, H]; `lacking`: bool [V], the tokens without a row elsewhere."""
+        self._output, self._lacking = output, lacking
+        self._places: OrderedDict[int, int] = OrderedDict()  # token -> row, the oldest first
+        self._ids = torch.zeros(MOST, dtype=torch.int64)
+        self._rows = torch.empty(MOST, output.shape[1])
+        self._end = frozenset(end)
+        self.add([*text, *end])
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take the next tokens of the text, in place of the oldest ones."""
+        ids = torch.tensor(tokens)
+        lacking = ids[self._lacking[ids]].flip(0).tolist()  # the last ones first
+        for token in reversed([*dict.fromkeys(lacking)][:MOST]):
+            place = self._places.pop(token, None)
+            if place is None:
+                place = len(self._places) if len(self._places) < MOST else self._drop()
+                self._ids[place], self._rows[place] = token, self._output[token].float()
+            self._places[token] = place
+
+    def _drop(self) -> int:
+        """Drop the oldest token; return its row."""
+        return self._places.pop(next(token for token in self._places if token not in self._end))
+
+    def write(self, states: Tensor, logits: Tensor) -> None:
+        """Write the logits of these tokens after states [R, H] into logits [R, V]."""
+        count = len(self._places)
+        if count:
+            logits.index_copy_(1, self._ids[:count], linear(states, self._rows[:count]))

@@ -1,0 +1,138 @@
+"""The rows of a reduced output head: those of frequent tokens. All other tokens get logits of -inf,
+so a draft never proposes them.
+
+How frequent a token is comes from the counts in the head's folder, from those of this server's
+replies, kept in the user's cache, and where nothing is known from the ids: tokenizers number their
+merges in the order of their frequency. (Frequent rows: FastMTP, 2025.)"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.files import cache_folder, keep_sealed, read_sealed
+from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.hub import find_folder
+
+if TYPE_CHECKING:
+    from dovetail.workers.heads.parts import HeadCheckpoint
+
+Ids = NDArray[np.int64]
+HeadRows = int | Literal["all", "auto"]  # the values of `draft.head_rows`
+AUTO_ROWS = 32_768
+"""Rows that `auto` leaves, as in FastMTP and in most published EAGLE-3 heads."""
+LEAST_BYTES = 16 << 20
+"""`auto` leaves a smaller output head whole: it is read in 2 ms, and may stay in a CPU's cache."""
+COUNTS = "token_counts.json"
+"""The file in a head's folder with the counts of all tokens in its training data: {"counts": [V]}.
+"""
+PRIOR = 10_000.0
+"""The weight of the order of the ids, in tokens of text."""
+FIRST_SAVED, SAVED_AGAIN = 256, 16
+"""Counts are saved after this many new tokens, or after this fraction of all counted ones."""
+FOLDER, MOST_KEPT = "token_counts", 64
+
+log = logging.getLogger(__name__)
+
+
+def reduced_rows(setting: HeadRows, *, vocabulary: int, row_bytes: int, on_cpu: bool) -> int | None:
+    """Return the number of rows of an output head of this many and of this size; None: all."""
+    if setting == "all":
+        return None
+    if setting == "auto":
+        pays = on_cpu and vocabulary * row_bytes > LEAST_BYTES
+        setting = AUTO_ROWS if pays else vocabulary
+    return setting if setting < vocabulary else None
+
+
+class TokenCounts:
+    """The counts of tokens in the replies that a head has drafted for, without their order."""
+
+    def __init__(self, size: int, key: str) -> None:
+        """`size`: V; `key`: the digest of the head."""
+        self.counts: Ids = np.zeros(size, np.int64)
+        self._key, self._unsaved = f"{key} {size}", 0
+        name = hashlib.sha256(self._key.encode()).hexdigest()[:32]
+        self._path: Path | None = cache_folder() / FOLDER / f"{name}.json"
+        try:
+            ids, counts = json.loads(read_sealed(self._path, self._key))
+            self.counts[ids] = counts
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, IndexError) as error:
+            log.warning("%s cannot be read (%s): tokens are counted again", self._path, error)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        np.add.at(self.counts, np.asarray(tokens), 1)
+        self._unsaved += len(tokens)
+
+    def save(self) -> bool:
+        """Save the counts if there are enough new ones; log the first failure."""
+        least = max(FIRST_SAVED, int(self.counts.sum()) // SAVED_AGAIN)
+        if self._path is None or self._unsaved < least:
+            return False
+        ids = np.flatnonzero(self.counts)
+        text = json.dumps([ids.tolist(), self.counts[ids].tolist()])
+        self._unsaved = 0
+        try:
+            keep_sealed(self._path, self._key, text, MOST_KEPT)
+        except OSError as error:
+            log.warning("counts of tokens cannot be saved in %s: %s", self._path, error)
+            self._path = None
+        return True
+
+
+class FrequentRows:
+    """Chooses the rows of an output head by `draft.head_rows`."""
+
+    def __init__(self, setting: HeadRows) -> None:
+        self._setting = setting
+        self.counts: TokenCounts | None = None  # of replies, once the output head was reduced
+
+    def choose(self, head: "HeadCheckpoint", *, on_cpu: bool) -> Ids | None:
+        """Return the ids of the rows, ascending; None: all. Raises `CheckpointError` if a head with
+        a vocabulary of its own should have fewer."""
+        vocabulary, output = head.spec.vocabulary_size, head.output
+        if head.tokens is not None and isinstance(self._setting, int):
+            own = f"{head.source} has an output head over {len(head.tokens)} tokens of its own"
+            raise CheckpointError(f"{own}: leave draft.head_rows = {self._setting} out")
+        row_bytes = output.shape[1] * output.element_size()
+        sizes = {"vocabulary": vocabulary, "row_bytes": row_bytes, "on_cpu": on_cpu}
+        rows = reduced_rows(self._setting, **sizes)
+        if rows is None or head.tokens is not None:
+            return None
+        self.counts = TokenCounts(vocabulary, head.digest)
+        return most_frequent(self.counts.counts + counts_in(head.source, vocabulary), rows)
+
+
+def counts_in(source: str, vocabulary: int) -> Ids:
+    """Return the counts [V] of the tokens in a head's training data, from its folder; zeros if it
+    has none. Raises `CheckpointError` if they are those of another vocabulary."""
+    file = find_folder(source) / COUNTS
+    if not file.is_file():
+        return np.zeros(vocabulary, np.int64)
+    counts = read_json(file).get("counts")
+    if (
+        not isinstance(counts, list)
+        or len(counts) != vocabulary
+        or not all(type(count) is int and count >= 0 for count in counts)
+    ):
+        raise CheckpointError(
+            f"{file} has no list of {vocabulary} counts under 'counts': remove it, and tokens "
+            "count by their ids"
+        )
+    return np.array(counts, np.int64)
+
+
+def most_frequent(counts: Ids, rows: int) -> Ids:
+    """Return the ids of the `rows` tokens that are expected most often, ascending, by their counts
+    [V] and a prior by which a token's frequency falls with its id."""
+    falling = 1.0 / np.arange(1, len(counts) + 1)
+    expected = counts + PRIOR * falling / falling.sum()
+    return np.sort(np.argsort(-expected, kind="stable")[:rows])
