@@ -112,6 +112,7 @@ class Reader:
         """`folder_of`: of a model, by folder or hub id; `embedded`: whether drafts come with the
         target; `width`: of trees, if not the setting; `on_device`: whether drafts can use a GPU."""
         self._uncoded = target.uncoded if on_device else ""
+        self._rows = {"head_rows": configuration.settings.draft.head_rows, "on_cpu": not on_device}
         self._configuration, self._target, self._recorded = configuration, target, list(recorded)
         self._folder_of, self._embedded = folder_of, embedded
         self._width = configuration.settings.tree.width if width is None else width
@@ -191,7 +192,7 @@ class Reader:
             yield self._candidate(
                 kind,
                 name,
-                head_size(Design(self._target.config), blocks),
+                head_size(Design(self._target.config), blocks, **self._rows),
                 {"kind": kind},
                 blocks,
                 TRAIN.format(kind=kind, blocks=told, target=target),
@@ -212,7 +213,7 @@ class Reader:
             raise UserError(f"the head {source} is {sizes}")
         blocks = own.layers
         name = f"{kind} head {folder.name} of {counted(blocks, 'block')}"
-        size = head_size(own, blocks)
+        size = head_size(own, blocks, **self._rows)
         return self._candidate(kind, name, size, settings, blocks, source=source, folder=folder)
 
     def _candidate(

@@ -16,6 +16,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
+from dovetail.workers.heads.rows import HeadRows, reduced_rows
 from dovetail.workers.models.backends.placement import coded_bytes, needed_bytes, substitute_bytes
 from dovetail.workers.models.backends.sizes import (
     INT4,
@@ -343,10 +344,15 @@ def small_size(own: Design) -> DraftSize:
     return DraftSize(own.layers, own.block, own.head, sizes.layer, sizes.head, beside)
 
 
-def head_size(own: Design, blocks: int) -> DraftSize:
+def head_size(
+    own: Design, blocks: int, head_rows: HeadRows = "all", *, on_cpu: bool = False
+) -> DraftSize:
     """A head of this many blocks in 16 bits, or in 8 if it is quantized according to config.json,
-    with an output head over its own vocabulary."""
-    vocabulary = own.config.get("draft_vocab_size") or own.vocabulary
+    with an output head over its own vocabulary, or reduced by `draft.head_rows`."""
+    vocabulary = own.config.get("draft_vocab_size")
+    if not vocabulary:
+        sizes = {"vocabulary": own.vocabulary, "row_bytes": HALF * own.hidden, "on_cpu": on_cpu}
+        vocabulary = reduced_rows(head_rows, **sizes) or own.vocabulary
     own = replace(own, config={**own.config, "vocab_size": vocabulary})
     each = 1 if own.config.get("quantization_config") else HALF
     return _plain_size(own, blocks, 2 * own.hidden**2, each)

@@ -109,6 +109,7 @@ def train_head(wish: TrainingOptions) -> "Trained | None":
 
 def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> "Trained | None":
     from dovetail.workers.heads.files import open_files
+    from dovetail.workers.heads.rows import COUNTS
     from dovetail.workers.training.folder import check_begun, config_of, read_weights, write_head
     from dovetail.workers.training.heads.trainable import STREAM
     from dovetail.workers.training.run import silent
@@ -154,6 +155,8 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
         "training.json": json.dumps(log, indent=2) + "\n",
         **curves(trained),
     }
+    if trained.head.known is None:
+        texts[COUNTS] = json.dumps({"counts": trained.counts.tolist()}) + "\n"
     with place.result() as folder:
         write_head(folder, trained.head, config, texts, target.frozen, store=wish.store)
     return trained

@@ -323,7 +323,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
         device=str(device.torch_device),
         allow_bin=settings.pickled,
         choose_type=choose_type,
-        output=(output := FrequentRows(settings.head_rows)),
+        output=(output := FrequentRows(settings.head_rows, wanted.target)),
     )
     if head.reduced is not None:
         size = f"{head.reduced} of {head.vocabulary_size} rows (draft.head_rows)"

@@ -58,6 +58,7 @@ class Trained:
     checks: tuple[Check, ...]
     plan: Plan
     tokens_held: int
+    counts: Tensor  # int64 [V]: how often each token is learned
     draft_coverage: float = 1.0  # the share of the learned tokens in its draft vocabulary
 
 
@@ -104,7 +105,7 @@ def train_head(
         progress=progress,
         between=watch.look,
     )
-    return Trained(head, outcome, tuple(watch.checks), plan, held.tokens, coverage)
+    return Trained(head, outcome, tuple(watch.checks), plan, held.tokens, counts, coverage)
 
 
 def _of_head(head: TrainableHead, frozen: Frozen) -> Frozen:
