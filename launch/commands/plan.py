@@ -14,7 +14,7 @@ from dovetail.launch.console.help import HelpCommand, json_instead_of
 from dovetail.launch.console.terminal import explained, note, print_table, progress_bar, spinner
 from dovetail.launch.planning.acceptance import Recorded, read_library
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
-from dovetail.launch.planning.choice import drafts_there
+from dovetail.launch.planning.choice import find_drafts
 from dovetail.launch.planning.designs import Design, config_of, planned_types, read_design
 from dovetail.launch.planning.machines import SIZES, machine_names, read_machine
 from dovetail.launch.planning.planner import Option
@@ -161,8 +161,8 @@ def _there(found: Subject) -> list[str]:
     if found.here is None or found.embedded:
         return []
     configuration = found.configuration
-    drafts = drafts_there(configuration, folder_of(configuration.settings.target.model))
-    return [draft.settings.model for draft in drafts]
+    drafts = find_drafts(configuration, folder_of(configuration.settings.target.model))
+    return [draft.settings.model for draft in drafts.fitting]
 
 
 def _check(configuration: Configuration, machine: str | None, target_size: str | None) -> None:

@@ -1,23 +1,19 @@
-"""Weights that fit, and the most promising draft, for a user who names only a target. Drafts in the
-target's folder and the Hugging Face cache are compared by their config.json and tokenizer.
-"""
+"""Weights that fit, and the most promising draft, for a user who names only a target."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
-from dovetail.launch.planning.designs import LOOKUP, design_of, on_kernels, read_config
+from dovetail.launch.planning.designs import LOOKUP, Design, on_kernels
+from dovetail.launch.planning.nearby import Drafts, drafts_there
 from dovetail.launch.processes.stack import layout_of, processes_of
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.models import boxed_heads, keeps_blocks
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
-from dovetail.protocol.settings import DRAFT_KINDS
 from dovetail.workers import kernels
 from dovetail.workers.models.backends.sizes import INT4
-from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import (
     half_of,
@@ -27,14 +23,12 @@ from dovetail.workers.models.checkpoints.footprint import (
     types_below,
 )
 from dovetail.workers.models.checkpoints.gguf import view
-from dovetail.workers.models.checkpoints.gguf.names import is_gguf, models_in
 from dovetail.workers.models.checkpoints.gguf.view import FILE
-from dovetail.workers.models.checkpoints.hub import cached_folders, local_folder
+from dovetail.workers.models.checkpoints.hub import local_folder
 
 if TYPE_CHECKING:
-    from dovetail.launch.planning.candidates import Candidate, Reader
+    from dovetail.launch.planning.candidates import Reader
 
-SMALLER = 2  # a model may draft for a target with at least this multiple of its parameters
 OWN = {
     "half": "the checkpoint's own 16 bits",
     FILE: "the file's own blocks",
@@ -106,27 +100,37 @@ def _fits(configuration: Configuration) -> bool:
 def _with_draft(
     configuration: Configuration, folder: Path | None, say: Say
 ) -> tuple[Configuration, list[str]]:
-    """The present draft with the best prediction, else a look-up, which needs no model."""
-    settings = configuration.settings
-    named = any(configuration.given(f"draft.{name}") for name in ("kind", "model"))
-    if named or not DRAFT_KINDS[settings.draft.kind].own_model:
+    """The present draft with the best prediction, else a look-up, which needs no model. Three lines
+    say what was found, what was taken, and what is expected of it."""
+    draft = configuration.settings.draft
+    if draft.kind != "auto" or draft.model:
         return configuration, []
     if folder is None:
-        return _lookup(configuration, "the target has not been downloaded yet")
+        return _lookup(configuration, [], "the target has not been downloaded yet")
     say("looking for a draft")
+    there = Drafts()
     try:
-        found = [*drafts_there(configuration, folder)]
-        if found:
-            found += _reader(configuration, folder).read([LOOKUP])
-            return _best(configuration, folder, found, say)
+        there = find_drafts(configuration, folder)
+        if there.fitting:
+            return _best(configuration, folder, there, say)
     except UserError as error:
-        return _lookup(configuration, f"no plan can be made of the target ({error})")
-    return _lookup(configuration, "there is no head of the target and no smaller model")
+        why = f"no plan can be made of the target ({error})"
+        return _lookup(configuration, [there.in_words()], why)
+    why = "there is no head of the target and no smaller model"
+    return _lookup(configuration, [there.in_words()], why)
 
 
-def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list[str]]:
+def find_drafts(configuration: Configuration, target: Path) -> Drafts:
+    """Return the drafts of a target on this machine."""
+    return drafts_there(target, lambda design: _reader(configuration, design))
+
+
+def _lookup(
+    configuration: Configuration, found: list[str], why: str
+) -> tuple[Configuration, list[str]]:
     chosen = configuration.over("chosen", {"draft.kind": LOOKUP})
-    return chosen, [f"draft {LOOKUP} (a look-up in the text): {why}; change with --draft"]
+    taken = f"draft {LOOKUP} (a look-up in the text): {why}; change with --draft"
+    return chosen, [*found, taken, "expected: the rate without a draft, more where a text repeats"]
 
 
 def _why_boxed(head: Path, target: Path) -> str:
@@ -139,96 +143,39 @@ def _why_boxed(head: Path, target: Path) -> str:
 
 
 def _best(
-    configuration: Configuration, folder: Path, found: "Sequence[Candidate]", say: Say
+    configuration: Configuration, folder: Path, there: Drafts, say: Say
 ) -> tuple[Configuration, list[str]]:
     from dovetail.launch.planning.subject import ready_of, subject_here
 
+    found = [there.in_words()]
     spread = choice_of(configuration.settings.target).numa == "shard"
     subject = subject_here(configuration, say)
-    searched = subject.search(found, lambda _: None)
+    lookup = _reader(configuration, subject.design).read([LOOKUP])
+    searched = subject.search([*there.fitting, *lookup], lambda _: None)
     every = [one for one in searched if (one.nodes > 1) is spread]
     best = ready_of(every)
     if best is None or best.draft is None:
-        return _lookup(configuration, "there is no room for a separate draft")
+        return _lookup(configuration, found, "there is no room for a separate draft")
     if best.candidate.kind == LOOKUP:
-        return _lookup(configuration, "none of the available drafts is expected to be faster")
+        why = "none of the available drafts is expected to be faster"
+        return _lookup(configuration, found, why)
     alone = next((one for one in every if one.draft is None), None)
-    gain = "" if alone is None else f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without"
-    expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"
+    expected = f"expected: about {best.tokens_per_s:.3g} tokens/s"
+    if alone is not None:
+        expected += f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without a draft"
     if subject.here is not None and subject.here.disturbed:
         expected += f" (estimated {subject.here.disturbed})"
-    model, name = best.candidate.settings.model, best.candidate.name
-    if Path(model) in boxed_heads():
-        name += f", {_why_boxed(Path(model), folder)}"
-    chosen = configuration.over("chosen", {"draft.model": model})
-    return chosen, [f"draft {view.spelled(model)} ({name}): {expected}; change with --draft"]
+    own, name = best.candidate.settings, best.candidate.name
+    if Path(own.model) in boxed_heads():
+        name += f", {_why_boxed(Path(own.model), folder)}"
+    named = {"draft.model": own.model} if own.model else {"draft.kind": own.kind}
+    chosen = configuration.over("chosen", named)
+    taken = f"draft {view.spelled(own.model) or own.kind} ({name}); change with --draft"
+    return chosen, [*found, taken, expected]
 
 
-def _reader(configuration: Configuration, target: Path) -> "Reader":
+def _reader(configuration: Configuration, design: Design) -> "Reader":
     from dovetail.launch.planning.candidates import Reader  # imports numpy, with its threads
     from dovetail.launch.planning.subject import folder_of
 
-    design = design_of(read_config(target, "target model"), target)
     return Reader(configuration, design, [], folder_of, embedded=False, width=None)
-
-
-def drafts_there(configuration: Configuration, target: Path) -> "Iterator[Candidate]":
-    """Yield the present drafts of a target: its heads, and smaller models of its vocabulary, in its
-    folder or in the Hugging Face cache."""
-    size = _size(target)
-    near = [one for one in _nearby(target) if not all(map(_differ, _size(one), size))]
-    if not near:
-        return  # without importing torch and transformers
-    design = design_of(read_config(target, "target model"), target)
-    reader = _reader(configuration, target)
-    for folder in near:
-        with suppress(UserError):  # a model of another kind, or one that is damaged
-            own = read_config(folder, "draft")
-            vocabulary, hidden = own.get("vocab_size"), own.get("hidden_size")
-            differ = vocabulary != design.vocabulary, hidden != design.hidden
-            if all(differ) or (any(differ) and folder in boxed_heads()):
-                continue
-            for candidate in reader.read([str(folder)]):
-                if candidate.kind == "small":
-                    if SMALLER * design_of(own, folder).parameters > design.parameters:
-                        continue
-                    if _vocabulary(folder) != _vocabulary(target):
-                        continue
-                yield candidate
-
-
-def _size(folder: Path) -> tuple[Any, Any]:
-    try:
-        config = text_part(read_json(folder / "config.json"))
-    except CheckpointError:
-        return None, None
-    return config.get("vocab_size"), config.get("hidden_size")
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return None not in (one, other) and one != other
-
-
-def _nearby(target: Path) -> Iterator[Path]:
-    files = view.files_of(target)
-    place = files[0] if files else target.resolve()
-    beside = sorted(place.parent.iterdir())
-    names = models_in(path.name for path in beside if is_gguf(path) and path not in files)
-    most = sum(file.stat().st_size for file in files or [place]) / SMALLER
-    for path in [*beside, *cached_folders(), *boxed_heads()]:
-        if path.resolve() == place.resolve():
-            continue
-        with suppress(CheckpointError, OSError):
-            if path.is_dir() and (path / "config.json").is_file():
-                yield path
-            elif path.name in names and path.stat().st_size <= most:
-                yield view.view_of(path)
-
-
-def _vocabulary(folder: Path) -> str:
-    from dovetail.workers.models.checkpoints.tokenizer import table_of
-
-    try:
-        return table_of((folder / "tokenizer.json").read_bytes()).digest
-    except (OSError, ValueError):
-        return ""

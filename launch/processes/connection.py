@@ -144,7 +144,8 @@ def with_choices(configuration: Configuration) -> Configuration:
     """Return settings with weights and a draft chosen where the user gave none; the choice is
     reported."""
     weights = configuration.origins["target.model"] == POSITIONAL
-    draft = not (configuration.given("draft.kind") or configuration.given("draft.model"))
+    own = configuration.settings.draft
+    draft = own.kind == "auto" and not own.model
     if not configuration.settings.target.model or not (weights or draft):
         return configuration
     with spinner() as say:

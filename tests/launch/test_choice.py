@@ -1,6 +1,7 @@
 """A target that is named and no more: the weights and the draft that are chosen for it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
-from dovetail.launch.planning import choice
-from dovetail.launch.planning.choice import with_choices
+from dovetail.launch.planning.choice import find_drafts, with_choices
 from dovetail.launch.planning.designs import Design, head_size
+from dovetail.launch.planning.nearby import Drafts
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.models import DEMO_FOLDER, blocks_in_words
 from dovetail.protocol.errors import SettingsError
@@ -41,13 +42,24 @@ def chosen(target: Path | str, **flags: Any) -> tuple[Configuration, list[str]]:
     return with_choices(configure(model=str(target), flags=given, environment={}), lambda _: None)
 
 
+def there(target: Path) -> Drafts:
+    return find_drafts(configure(model=str(target), environment={}), target)
+
+
 def test_without_another_model_the_draft_is_a_lookup(target: Path) -> None:
     found, said = chosen(target)
     assert found.settings.draft.kind == "ngram"
-    assert said[1] == (
+    assert said[1:] == [
+        "drafts found: none",
         "draft ngram (a look-up in the text): there is no head of the target and no smaller model; "
-        "change with --draft"
-    )
+        "change with --draft",
+        "expected: the rate without a draft, more where a text repeats",
+    ]
+
+
+def test_auto_finds_a_draft_as_if_none_were_named(target: Path) -> None:
+    small = shutil.copytree(DEMO_FOLDER / "draft", target.parent / "small")
+    assert chosen(target, draft__kind="auto")[0].settings.draft.model == str(small)
 
 
 def test_a_target_is_checked_and_its_draft_chosen_without_torch(target: Path) -> None:
@@ -69,7 +81,13 @@ def test_a_smaller_model_of_its_vocabulary_beside_it_drafts(target: Path) -> Non
     shutil.copytree(target, target.parent / "as large")
     found, said = chosen(target)
     assert found.settings.draft.model == str(small)
-    assert said[1].startswith(f"draft {small} (small model small): about ")
+    large = target.parent / "as large"
+    assert said[1:3] == [
+        f"drafts found: {small} (small model small); passed over: {large} (more than half as large "
+        "as its target)",
+        f"draft {small} (small model small); change with --draft",
+    ]
+    assert re.fullmatch(r"expected: about \S+ tokens/s, \S+ times without a draft.*", said[3])
 
 
 def test_a_model_of_as_many_other_tokens_does_not_draft(target: Path) -> None:
@@ -79,7 +97,45 @@ def test_a_model_of_as_many_other_tokens_does_not_draft(target: Path) -> None:
     one, other = list(words)[300:302]
     words[one], words[other] = words[other], words[one]
     (small / "tokenizer.json").write_text(json.dumps(content))
-    assert chosen(target)[0].settings.draft.kind == "ngram"
+    found, said = chosen(target)
+    assert found.settings.draft.kind == "ngram"
+    assert said[1] == (
+        f"drafts found: none; passed over: {target.parent / 'small'} (another vocabulary)"
+    )
+
+
+@pytest.mark.parametrize("place", ["inside/draft", "cache/dovetail/heads/mine"])
+def test_a_head_in_the_target_s_folder_or_in_dovetail_s_cache_is_found(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = target / "draft" if place.startswith("inside") else tmp_path / place
+    shutil.copytree(DEMO_FOLDER / "heads" / "eagle", folder)
+    assert chosen(target)[0].settings.draft.model == str(folder)
+
+
+def test_a_head_for_another_target_inside_its_folder_is_named_with_the_reason(target: Path) -> None:
+    head = Path(shutil.copytree(DEMO_FOLDER / "heads" / "eagle", target / "draft"))
+    config = json.loads((head / "config.json").read_text())
+    wrong = config | {"vocab_size": 5000, "hidden_size": 320}
+    (head / "config.json").write_text(json.dumps(wrong))
+    assert chosen(target)[1][1] == (
+        f"drafts found: none; passed over: {head} (for 5000 tokens and a width of 320, not 4096 "
+        "tokens and a width of 256)"
+    )
+
+
+def test_a_damaged_draft_file_beside_a_gguf_target_is_named_with_the_reason(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, draft = (tmp_path / "gguf" / name for name in ("model.gguf", "dflash-model.gguf"))
+    file.parent.mkdir()
+    write_gguf(target, file, lambda *_: Type.Q8_0, **tokens_of(target))
+    draft.write_bytes(b"GGUF")
+    found, said = chosen(file)
+    assert found.settings.draft.kind == "ngram"
+    assert said[1].startswith(f"drafts found: none; passed over: {draft} (")
 
 
 def test_of_several_drafts_the_planner_chooses(target: Path) -> None:
@@ -88,7 +144,9 @@ def test_of_several_drafts_the_planner_chooses(target: Path) -> None:
         shutil.copytree(DEMO_FOLDER / "heads" / kind, target.parent / f"{kind} head")
     found, said = chosen(target)
     assert Path(found.settings.draft.model).parent == target.parent
-    assert "tokens/s are expected" in said[1]
+    assert said[1].startswith("drafts found: ")
+    assert said[1].count("head (") + said[1].count("small (") >= 1
+    assert said[3].startswith("expected: about ")
 
 
 def test_a_head_that_comes_with_dovetail_is_found_for_its_target(
@@ -100,17 +158,20 @@ def test_a_head_that_comes_with_dovetail_is_found_for_its_target(
     monkeypatch.setattr("dovetail.launch.settings.models.DEMO_FOLDER", tmp_path / "box")
     found, said = chosen(target)
     assert found.settings.draft.model == str(head)
-    assert "head public of 1 block, trained for this very file): about" in said[1]
-    (candidate,) = choice.drafts_there(configure(model=str(target), environment={}), target)
+    assert said[2] == (
+        f"draft {head} (eagle head public of 1 block, trained for this very file); change with "
+        "--draft"
+    )
+    (candidate,) = there(target).fitting
     assert "simulated when it was trained" in candidate.acceptance.origin
     config = json.loads((head / "config.json").read_text())
     reduced = {"draft_vocab_size": 512, "quantization_config": {"quant_method": "any"}}
     assert head_size(Design(config | reduced), 1).pass_bytes < candidate.size.pass_bytes / 3
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config))
-    assert "trained for a model of this shape): about" in chosen(target)[1][1]
+    assert "trained for a model of this shape);" in chosen(target)[1][2]
     (target / "config.json").write_text(json.dumps(config | {"vocab_size": 5000}))
-    assert [*choice.drafts_there(configure(model=str(target), environment={}), target)] == []
+    assert there(target) == Drafts()
 
 
 def test_a_draft_in_the_cache_of_the_hub_is_found(target: Path, tmp_path: Path) -> None:
@@ -209,7 +270,7 @@ def test_a_target_behind_a_flag_keeps_its_weights_and_gets_a_draft(target: Path)
     configuration = configure(flags={"target.model": str(target)}, environment={})
     found, said = with_choices(configuration, lambda _: None)
     assert (found.settings.target.weights, found.settings.draft.kind) == ("fp32", "ngram")
-    assert len(said) == 1
+    assert len(said) == 3
 
 
 def test_two_targets_are_refused() -> None:

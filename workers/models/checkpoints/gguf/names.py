@@ -14,6 +14,9 @@ PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 SIDECARS = re.compile(r"(^|[-_.])mmproj|^mtp[-_.]", re.IGNORECASE)
 """Names of files that belong to a model but are not models: image encoders, heads."""
 
+DRAFTS = re.compile(r"(mtp|dflash|dspark|eagle3)[-_.]", re.IGNORECASE)
+"""Beginnings of names of drafts beside their target, as llama.cpp downloads them."""
+
 
 def is_gguf(source: str | Path) -> bool:
     """Return whether a name is that of a GGUF file."""
