@@ -16,6 +16,7 @@ from dovetail.launch.planning.acceptance import Recorded, read_library
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.choice import find_drafts
 from dovetail.launch.planning.designs import Design, config_of, planned_types, read_design
+from dovetail.launch.planning.downloads import downloads
 from dovetail.launch.planning.machines import SIZES, machine_names, read_machine
 from dovetail.launch.planning.planner import Option
 from dovetail.launch.planning.subject import GPU, KINDS, Subject, folder_of, subject_here
@@ -27,7 +28,7 @@ from dovetail.launch.settings.models import with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings, byte_count
 from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES
-from dovetail.workers.models.checkpoints.gguf.view import FILE
+from dovetail.workers.models.checkpoints.gguf.view import FILE, spelled
 
 WIDTH = TreeSettings.model_fields["width"].default
 """The width of trees, except with the settings of the embedded pair."""
@@ -50,8 +51,16 @@ WEIGHTS = {
     "computes": "the loss measured on the embedded target",
 }
 
+DOWNLOADS = {
+    "draft": "its hub id, for --draft",
+    "kind": "of draft",
+    "GB": "of its weights; -: not published",
+    "tokens": "published accepted length, the target's own token included; -: none was found",
+    "source": "where it is published, and how it was measured",
+}
 
-@click.command(cls=HelpCommand, epilog=explained(WEIGHTS | COLUMNS))
+
+@click.command(cls=HelpCommand, epilog=explained(WEIGHTS | COLUMNS | DOWNLOADS))
 @click.option(
     "--draft",
     "drafts",
@@ -140,6 +149,8 @@ def command(
     model = ["--target=FOLDER"] if found.unnamed else []
     ready = result["at_once"] or result["choice"]
     result["command"] = serve_command(ready["settings"], *model)
+    named = spelled(first.configuration.settings.target.model)
+    result["downloads"] = [one.model_dump() for one in downloads().of(named)]
     if as_json:
         click.echo(json.dumps(result))
         return
@@ -260,6 +271,9 @@ def _show(
         more = [*model, *(["--draft.model=HEAD"] if best["lacks"].startswith(UNTRAINED) else [])]
         click.echo(f"{best['name']} needs more: the draft {best['lacks']}")
         click.echo(f"then: {serve_command(best['settings'], *more)}")
+    if found := result["downloads"]:
+        click.echo(f"drafts that may be downloaded (as of {downloads().read}):")
+        print_table(tuple(DOWNLOADS), [_download(one) for one in found])
     if result["measurable"]:
         note(f"to replace estimates by measurements: dovetail calibrate {result['measurable']}")
 
@@ -268,6 +282,11 @@ def _brief(one: dict[str, Any]) -> tuple[object, ...]:
     fits = one["tokens_per_s"] is not None
     rate, tree = (figure(one["tokens_per_s"]), one["tree"]) if fits else ("-", "-")
     return one["weights"], one["gb"], rate, tree, one["computes"]
+
+
+def _download(one: dict[str, Any]) -> tuple[object, ...]:
+    numbers = (one[name] if one[name] is not None else "-" for name in ("gb", "tokens"))
+    return one["id"] or "in the checkpoint", one["kind"], *numbers, one["source"]
 
 
 def _line(one: Option, device: str) -> tuple[object, ...]:
