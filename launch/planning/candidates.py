@@ -4,6 +4,7 @@ and missing steps. Reads config.json and the names of a head's tensors."""
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -112,7 +113,8 @@ class Reader:
         """`folder_of`: of a model, by folder or hub id; `embedded`: whether drafts come with the
         target; `width`: of trees, if not the setting; `on_device`: whether drafts can use a GPU."""
         self._uncoded = target.uncoded if on_device else ""
-        self._rows = {"head_rows": configuration.settings.draft.head_rows, "on_cpu": not on_device}
+        rows = configuration.settings.draft.head_rows
+        self._head_size = partial(head_size, head_rows=rows, on_cpu=not on_device)
         self._configuration, self._target, self._recorded = configuration, target, list(recorded)
         self._folder_of, self._embedded = folder_of, embedded
         self._width = configuration.settings.tree.width if width is None else width
@@ -192,7 +194,7 @@ class Reader:
             yield self._candidate(
                 kind,
                 name,
-                head_size(Design(self._target.config), blocks, **self._rows),
+                self._head_size(Design(self._target.config), blocks),
                 {"kind": kind},
                 blocks,
                 TRAIN.format(kind=kind, blocks=told, target=target),
@@ -213,7 +215,7 @@ class Reader:
             raise UserError(f"the head {source} is {sizes}")
         blocks = own.layers
         name = f"{kind} head {folder.name} of {counted(blocks, 'block')}"
-        size = head_size(own, blocks, **self._rows)
+        size = self._head_size(own, blocks)
         return self._candidate(kind, name, size, settings, blocks, source=source, folder=folder)
 
     def _candidate(

@@ -351,8 +351,8 @@ def head_size(
     with an output head over its own vocabulary, or reduced by `draft.head_rows`."""
     vocabulary = own.config.get("draft_vocab_size")
     if not vocabulary:
-        sizes = {"vocabulary": own.vocabulary, "row_bytes": HALF * own.hidden, "on_cpu": on_cpu}
-        vocabulary = reduced_rows(head_rows, **sizes) or own.vocabulary
+        rows = reduced_rows(head_rows, own.vocabulary, HALF * own.hidden, on_cpu=on_cpu)
+        vocabulary = rows or own.vocabulary
     own = replace(own, config={**own.config, "vocab_size": vocabulary})
     each = 1 if own.config.get("quantization_config") else HALF
     return _plain_size(own, blocks, 2 * own.hidden**2, each)

@@ -177,16 +177,13 @@ def test_frequent_are_counted_tokens_then_known_ones_then_low_ids() -> None:
 
 
 def test_auto_reduces_a_large_output_head_on_a_cpu() -> None:
-    small, large = (
-        {"vocabulary": 4096, "row_bytes": 512},
-        {"vocabulary": 1 << 18, "row_bytes": 1280},
-    )
-    assert reduced_rows("auto", **large, on_cpu=True) == AUTO_ROWS
-    assert reduced_rows("auto", **large, on_cpu=False) is None
-    assert reduced_rows("auto", **small, on_cpu=True) is None
-    assert reduced_rows("all", **large, on_cpu=True) is None
-    assert reduced_rows(1024, **small, on_cpu=False) == 1024
-    assert reduced_rows(1 << 20, **large, on_cpu=True) is None
+    small, large = (4096, 512), (1 << 18, 1280)  # tokens, and bytes of a row
+    assert reduced_rows("auto", *large, on_cpu=True) == AUTO_ROWS
+    assert reduced_rows("auto", *large, on_cpu=False) is None
+    assert reduced_rows("auto", *small, on_cpu=True) is None
+    assert reduced_rows("all", *large, on_cpu=True) is None
+    assert reduced_rows(1024, *small, on_cpu=False) == 1024
+    assert reduced_rows(1 << 20, *large, on_cpu=True) is None
 
 
 def test_counts_of_replies_are_kept_for_the_next_start(tmp_path: Path) -> None:

@@ -74,8 +74,12 @@ class HeadSession(GrowingSession):
         positions = torch.arange(first, first + count)
         if not (predicted and count <= MOST_TRUE and self.levels.ranks):
             segment, kind = Segment(cache, cache.length, count), Kind(true=True, contrast=contrast)
-            own = {"features": features, "recent": self.recent}
-            return Rows(tokens, positions, segment, int(predicted), kind=kind, **own)
+            return Rows(
+                *(tokens, positions, segment, int(predicted)),
+                kind=kind,
+                features=features,
+                recent=self.recent,
+            )
         return Level(
             tokens,
             positions,

@@ -137,8 +137,9 @@ class Head:
         if features.shape[1] != width:
             raise ValueError(f"features of width {features.shape[1]}, not of {width}")
         seen = self._engine.see(positions, segments)
-        about = {"true": true, "rows": rows, "contrast": contrast}
-        return self._predict(tokens, features, seen, recent=recent, **about)
+        return self._predict(
+            tokens, features, seen, true=true, rows=rows, contrast=contrast, recent=recent
+        )
 
     @torch.inference_mode()
     def step(

@@ -43,7 +43,7 @@ FOLDER, MOST_KEPT = "token_counts", 64
 log = logging.getLogger(__name__)
 
 
-def reduced_rows(setting: HeadRows, *, vocabulary: int, row_bytes: int, on_cpu: bool) -> int | None:
+def reduced_rows(setting: HeadRows, vocabulary: int, row_bytes: int, *, on_cpu: bool) -> int | None:
     """Return the number of rows of an output head of this many and of this size; None: all."""
     if setting == "all":
         return None
@@ -106,8 +106,7 @@ class FrequentRows:
             own = f"{head.source} has an output head over {len(head.tokens)} tokens of its own"
             raise CheckpointError(f"{own}: leave draft.head_rows = {self._setting} out")
         row_bytes = output.shape[1] * output.element_size()
-        sizes = {"vocabulary": vocabulary, "row_bytes": row_bytes, "on_cpu": on_cpu}
-        rows = reduced_rows(self._setting, **sizes)
+        rows = reduced_rows(self._setting, vocabulary, row_bytes, on_cpu=on_cpu)
         if rows is None or head.tokens is not None:
             return None
         self.counts = TokenCounts(vocabulary, head.digest)
