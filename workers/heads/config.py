@@ -23,11 +23,11 @@ Base = Annotated[float, Field(ge=1.0, le=1e12)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 Layers = Annotated[
-    tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)
+    tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)
 ]
-"""Layers of a target, counted by their inputs."""
+"""Layers of a target, counted by their inputs; their number: the input of the final norm."""
 Outputs = Annotated[
-    tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS - 1)], ...],
+    tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS)], ...],
     Field(max_length=MAX_TAPS, strict=False),
 ]
 """Layers of a target, counted by their outputs; -1: its embedding."""
