@@ -31,7 +31,10 @@ def wanted_of(model: LanguageModel) -> list[int]:
 def oracle(folder: Path, tokens: Sequence[int]) -> dict[int, Tensor]:
     """transformers' hidden states: those that enter each layer and the final norm, and what comes
     out of that."""
-    model, before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), list[Tensor]()
+    model, before = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        list[Tensor](),
+    )
     (norm,) = (m for n, m in model.base_model.named_children() if n.endswith(("norm", "ln_f")))
     norm.register_forward_pre_hook(lambda _norm, args: before.append(args[0][0]))
     with torch.inference_mode():

@@ -133,7 +133,10 @@ def opening(session: int, reads: Reads | None, prompt: Sequence[int] = PROMPT) -
 
 def expected(folder: Path, tokens: Sequence[int], reads: Reads) -> Tensor:
     """transformers' hidden states, side by side."""
-    model, before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), list[Tensor]()
+    model, before = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        list[Tensor](),
+    )
     model.model.norm.register_forward_pre_hook(lambda _norm, args: before.append(args[0]))
     with torch.inference_mode():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
