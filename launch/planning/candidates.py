@@ -202,7 +202,10 @@ class Reader:
 
     def _folder(self, source: str, settings: dict[str, Any]) -> Candidate:
         folder = self._folder_of(source)
-        config, kind = read_config(folder, "draft"), kind_of(folder)
+        kind, missing = kind_of(folder), {}
+        if kind != "small":  # a GGUF file of a head need not know its target's vocabulary
+            missing["vocab_size"] = self._target.vocabulary
+        config = read_config(folder, "draft", missing)
         own = design_of(config, folder) if kind == "small" else Design(config)
         if kind == "small":
             if own.vocabulary != self._target.vocabulary:
@@ -210,8 +213,9 @@ class Reader:
                 raise UserError(f"the draft {source} has {sizes}")
             name = f"small model {folder.name}"
             return self._candidate("small", name, small_size(own), settings, source=source)
-        if own.hidden != self._target.hidden:
-            sizes = f"{own.hidden} wide and the target {self._target.hidden}"
+        width = config.get("target_hidden_size") or own.hidden
+        if width != self._target.hidden:
+            sizes = f"for a target {width} wide, and this one is {self._target.hidden}"
             raise UserError(f"the head {source} is {sizes}")
         blocks = own.layers
         name = f"{kind} head {folder.name} of {counted(blocks, 'block')}"

@@ -133,9 +133,11 @@ def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
     return Design(config, design.read_design(TargetSettings(model=str(folder))), tensors)
 
 
-def read_config(folder: Path, what: str) -> Mapping[str, Any]:
-    """A folder's config.json, with transformers' defaults; `CheckpointError` without the model's
-    sizes."""
+def read_config(
+    folder: Path, what: str, defaults: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
+    """A folder's config.json, with transformers' defaults and `defaults`; `CheckpointError` without
+    the model's sizes."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError:
@@ -143,7 +145,7 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
         raise CheckpointError(f"{why}: name a folder that has one, or a hub id") from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{folder / 'config.json'} is not JSON") from None
-    config = text_part(config) if isinstance(config, dict) else config
+    config = {**(defaults or {}), **text_part(config)} if isinstance(config, dict) else config
     if isinstance(config, dict) and (config.get("model_type") not in SAID or not has_sizes(config)):
         config = _completed(config, folder / "config.json")
     if not isinstance(config, dict) or not has_sizes(config):

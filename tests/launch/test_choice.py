@@ -15,6 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
+from dovetail.launch.planning.candidates import kind_of
 from dovetail.launch.planning.choice import find_drafts, with_choices
 from dovetail.launch.planning.designs import Design, head_size
 from dovetail.launch.planning.nearby import Drafts
@@ -23,6 +24,8 @@ from dovetail.launch.settings.models import DEMO_FOLDER, blocks_in_words
 from dovetail.protocol.errors import SettingsError
 from support.architectures import write_tiny
 from support.gguf_files import tokens_of, write_gguf
+from support.gguf_heads import write_gguf_head
+from support.heads import Variant, write_head
 from support.kernels import needs_kernels
 from support.models import tiny_phi3
 
@@ -123,6 +126,25 @@ def test_a_head_for_another_target_inside_its_folder_is_named_with_the_reason(ta
         f"drafts found: none; passed over: {head} (for 5000 tokens and a width of 320, not 4096 "
         "tokens and a width of 256)"
     )
+
+
+def test_a_head_in_a_gguf_file_beside_a_gguf_target_drafts(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, head = (tmp_path / "gguf" / name for name in ("model.gguf", "eagle3-model.gguf"))
+    file.parent.mkdir()
+    write_gguf(target, file, lambda *_: Type.Q8_0, **tokens_of(target))
+    shape = {"hidden": 256, "target_width": 256, "heads": 8, "head_dim": 32, "taps": (1, 4, 6)}
+    sizes = {"vocabulary": 4096, "draft_vocabulary": 512, "own_embedding": True}
+    folder = write_head(tmp_path / "head", Variant("eagle3", **shape, **sizes))
+    write_gguf_head(folder, head, vocab_size=None)
+    for twin in file.parent.glob("*.twin"):
+        shutil.rmtree(twin)
+    found, said = chosen(file)
+    assert said[1] == f"drafts found: {head} (eagle3 head eagle3-model.gguf of 1 block)"
+    assert said[2].startswith(f"draft {head} (eagle3 head ")
+    assert kind_of(Path(found.settings.draft.model)) == "eagle3"
 
 
 def test_a_damaged_draft_file_beside_a_gguf_target_is_named_with_the_reason(
