@@ -49,7 +49,10 @@ MODELS: dict[Role, tuple[str, ...]] = {
 """Role -> the settings that name its model."""
 PLACED = ("target.device", "target.threads", "target.numa", "draft.device")
 """Settings that determine where a worker runs."""
-KINDS_OWN = ("draft.weights", "draft.share", "draft.contrast", "draft.pickled")
+KINDS_OWN = (
+    *("draft.weights", "draft.share", "draft.contrast", "draft.head_rows"),
+    "draft.pickled",
+)
 """Settings that another draft model or kind may not support."""
 LOCAL = (*PLACED, "target.isa", "draft.isa", "memory.", STUCK)
 """Settings that may not apply on another machine."""

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from dovetail.launch.settings.models import TARGET_FOLDER, head_folder
-from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.drafters.head import HeadDrafter
@@ -239,6 +239,12 @@ def test_a_head_with_a_vocabulary_of_its_own_keeps_it(
     assert opened("eagle3", "auto")[0].reduced is None
     with pytest.raises(CheckpointError, match=r"20 tokens of its own: leave draft\.head_rows = 12"):
         opened("eagle3", 12)
+
+
+def test_a_small_model_keeps_its_output_head(llama_folder: Path) -> None:
+    settings = DraftSettings(model=str(llama_folder), device="cpu", head_rows=64)
+    with pytest.raises(SettingsError, match="is a model of its own, not a draft head"):
+        open_draft_worker(settings, name="draft", threads=1, target=str(llama_folder))
 
 
 def test_fewer_rows_than_a_tree_needs_are_refused() -> None:

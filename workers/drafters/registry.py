@@ -254,6 +254,11 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.models.remembered import tell_proof
 
     settings = wanted.settings
+    if isinstance(settings.head_rows, int):
+        raise SettingsError(
+            f"draft.head_rows = {settings.head_rows}, but {settings.model} is a model of its own, "
+            "not a draft head: leave draft.head_rows out"
+        )
     check_shared(settings.model, wanted.target)
     device = wanted.open_device()
 

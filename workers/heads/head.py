@@ -113,8 +113,10 @@ class Head:
     def recent_rows(self, text: Sequence[int], end: Sequence[int]) -> RecentRows | None:
         """Return the output rows of a session's own tokens; None: the output head is whole, or on a
         GPU, where levels are captured."""
-        whole = self._whole
-        return None if whole is None else RecentRows(whole, self._lacking, text, end)
+        if self._whole is None:
+            return None
+        known = [token for token in end if token < self.vocabulary_size]
+        return RecentRows(self._whole, self._lacking, text, known)
 
     @torch.inference_mode()
     def forward(

@@ -25,7 +25,7 @@ class RecentRows:
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take the next tokens of the text, in place of the oldest ones."""
-        ids = torch.tensor(tokens)
+        ids = torch.tensor(tokens, dtype=torch.int64)
         lacking = ids[self._lacking[ids]].flip(0).tolist()  # the last ones first
         for token in reversed([*dict.fromkeys(lacking)][:MOST]):
             place = self._places.pop(token, None)
