@@ -84,6 +84,7 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
     """The engine of a draft head; makes one pass at a time."""
 
     reads: Reads
+    counts: TokenCounts | None = None  # counts the tokens of replies, for a reduced output head
     kept = 0
     """Keep no more children than an order requests: growth ahead continues from the head's own
     guesses, and children of unlikely tokens are nearly worthless. Simulated with the embedded
@@ -100,16 +101,14 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
         contrast: bool,
         capture: Capture | None = None,
         ahead: bool = False,
-        counts: TokenCounts | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`counts`: counts the tokens of replies. `contrast`: take the last level from the contrast
-        output, which the head must have.
+        """`contrast`: take the last level from the contrast output, which the head must have.
         `capture`: capture and replay the levels with it. `ahead`: give sessions rows for growth
         ahead."""
         super().__init__(spans, Scale(SHARPENING, NOISE_SHARE), ahead=ahead, clock=clock)
         self.head = head
-        self._contrast, self._capture, self._counts = contrast, capture, counts
+        self._contrast, self._capture = contrast, capture
         spec = head.spec
         self.reads = Reads(
             taps=spec.taps,
@@ -167,18 +166,6 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
             recent=self.head.recent_rows(order.prompt, order.end),
         )
 
-    def _committed(self, order: Order[HeadSession]) -> list[int]:
-        tokens = super()._committed(order)
-        if order.session.recent is not None:
-            order.session.recent.add(tokens)
-        if self._counts is not None:
-            self._counts.add(tokens)
-        return tokens
-
-    def learn(self) -> bool:
-        saved = self._counts is not None and self._counts.save()
-        return super().learn() or saved
-
     def keep(self, session: HeadSession) -> HeadLeft:
         session.cache.resize(session.cache.length)
         return self._left(session, 0)
@@ -224,6 +211,18 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
         """Queue the features of the next positions; their rows are computed with the next
         proposal."""
         session.waiting.append(to_tensor(features).to(self.head.device))
+
+    def _committed(self, order: Order[HeadSession]) -> list[int]:
+        tokens = super()._committed(order)
+        if order.session.recent is not None:
+            order.session.recent.add(tokens)
+        if self.counts is not None:
+            self.counts.add(tokens)
+        return tokens
+
+    def learn(self) -> bool:
+        saved = self.counts is not None and self.counts.save()
+        return super().learn() or saved
 
     def _check_rows(self, features: Array) -> None:
         reads = self.reads

@@ -345,13 +345,9 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     spans = Spans()
     contrast = head.spec.contrast and settings.contrast is not False
     engine = HeadDrafter(
-        head,
-        spans,
-        contrast=contrast,
-        capture=device.capture,
-        ahead=settings.ahead is not False,
-        counts=output.counts,
+        head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False
     )
+    engine.counts = output.counts
     identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)
     return on_device(DraftWorker(engine, identity, spans))
 

@@ -189,17 +189,28 @@ class Head:
             empty = torch.empty(0, self.vocabulary_size, device=device)
             return Predicted(empty, out.states, None if out.contrast is None else empty)
         read = [*out.branches, *([] if out.contrast is None else [out.contrast])]
-        joined = read[0] if len(read) == 1 else torch.cat(read)
-        logits = self._spread(self._output(joined).float()).view(len(read), count, -1)
+        logits = self._scaled(self._output(read[0] if len(read) == 1 else torch.cat(read)))
+        logits = self._spread(logits).view(len(read), count, -1)
         for states, own in zip(read, logits, strict=True):
-            start = 0
-            for wanted, rows_of in recent:
-                if rows_of is not None:
-                    part = slice(start, start + wanted)
-                    rows_of.write(states[part], own[part])
-                start += wanted
+            self._add_recent(states, own, recent)
         first = logits[0] if out.share is None else _mixed(logits[0], logits[1], out.share.float())
         return Predicted(first, out.states, None if out.contrast is None else logits[-1])
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Return the logits of a product with rows of the output head."""
+        return logits.float()
+
+    def _add_recent(
+        self, states: Tensor, logits: Tensor, recent: Sequence[tuple[int, RecentRows | None]]
+    ) -> None:
+        """Write the logits of sessions' own tokens after states [R, H] into logits [R, V]."""
+        start = 0
+        for count, rows in recent:
+            if rows is not None and rows.count:
+                part = slice(start, start + count)
+                own = self._scaled(rows.product(states[part]))
+                logits[part].index_copy_(1, rows.ids, own)
+            start += count
 
     def _spread(self, logits: Tensor) -> Tensor:
         """Scatter logits over the draft vocabulary [R, Vd] to the target's, [R, V]."""

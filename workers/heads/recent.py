@@ -38,8 +38,15 @@ class RecentRows:
         """Drop the oldest token; return its row."""
         return self._places.pop(next(token for token in self._places if token not in self._end))
 
-    def write(self, states: Tensor, logits: Tensor) -> None:
-        """Write the logits of these tokens after states [R, H] into logits [R, V]."""
-        count = len(self._places)
-        if count:
-            logits.index_copy_(1, self._ids[:count], linear(states, self._rows[:count]))
+    @property
+    def count(self) -> int:
+        return len(self._places)
+
+    @property
+    def ids(self) -> Tensor:
+        """The tokens, int64 [N]."""
+        return self._ids[: self.count]
+
+    def product(self, states: Tensor) -> Tensor:
+        """Return the products [R, N] of states [R, H] with the rows of the tokens."""
+        return linear(states, self._rows[: self.count])
