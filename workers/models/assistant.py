@@ -140,6 +140,7 @@ def _load(source: str) -> Any:
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report
             )
     except Exception as error:  # any error of transformers' code
         why = said_by(error) or f"{type(error).__name__}: {error}"
