@@ -167,6 +167,7 @@ class Published:
 
 
 BENCH = ", on MT-bench at T = 0"
+BLOCKS_FROM = "vllm-project/speculators#1014: Qwen3.5-4B on GSM8K"
 PUBLISHED = {
     "small": Published(
         4.85,
@@ -178,13 +179,17 @@ PUBLISHED = {
     "substitute": Published(
         27.08, Tree("beam", 288, 48, 6), "SubSpec paper, Table 5: Qwen2.5 7B" + BENCH, 0.8
     ),
+    **{
+        kind: Published(tokens, Tree("dynamic", nodes, nodes, 1), BLOCKS_FROM)
+        for kind, tokens, nodes in (("dflash", 4.99, 15), ("dspark", 5.69, 7), ("dflash2", 6.2, 7))
+    },
 }
 
 
 def published(kind: str, blocks: int = 1) -> Published:
     """Return the known figures of drafts of a kind; `blocks`: the number of a head's blocks, if
     several."""
-    if kind not in KINDS:
+    if kind in PUBLISHED:
         return PUBLISHED[kind]
     figures = figures_of(kind)
     tokens, tree = figures.tokens[min(blocks, len(figures.tokens)) - 1], Tree(*figures.tree)
