@@ -364,7 +364,6 @@ def compared(
         return order[: most[0]]
 
     choices: dict[str, Choice] = {
-        "target alone": lambda *_: [],
         "rows alone": lambda one, _, rate: likeliest_rows(one, rate, lambda rows: row),
         "goodput": lambda one, _, rate: likeliest_rows(
             one, rate, lambda rows: means.get(rows, row * rows)
@@ -437,7 +436,7 @@ def marginal(one: Round, used: Bits, rate: float, price: float) -> list[int]:
 def show(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     click.echo(
         f"{result['positions']} positions; a row uses {result['row']} of {result['experts']} "
-        "experts a layer; a pass over one row takes 1 s"
+        "experts a layer; a pass over one row takes 1 s, and the target alone makes 1 token/s"
     )
     for name, (mean, spread) in result["added"].items():
         click.echo(f"{name}: a second row adds {mean:.2f} (sd {spread:.2f}) of a row's experts")
