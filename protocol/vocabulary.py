@@ -146,18 +146,21 @@ class TokenTable:
         """Return the bytes of each token within a text, by id; special tokens have none. Raises
         `CheckpointError` for a decoder whose tokens have no bytes of their own."""
         named = self.decoder or {"type": "WordPiece", "prefix": ""}
-        steps = named["decoders"] if named["type"] == "Sequence" else [named]
-        kinds = {step["type"]: step for step in steps}
+        try:
+            steps = named["decoders"] if named["type"] == "Sequence" else [named]
+            kinds = {step["type"]: step for step in steps}
+            spaces = [
+                (step["pattern"]["String"], step["content"])
+                if step["type"] == "Replace"
+                else (step["replacement"], " ")
+                for step in steps
+                if step["type"] in ("Replace", "Metaspace")
+            ]
+            prefix = kinds["WordPiece"]["prefix"] if "WordPiece" in kinds else None
+        except (LookupError, TypeError) as error:
+            raise CheckpointError(f"its decoder is not supported ({error!r})") from None
         if unread := kinds.keys() - BYTES_OF_TOKENS:
-            raise CheckpointError(f"the decoder {min(unread)} of its tokenizer is not supported")
-        spaces = [
-            (step["pattern"]["String"], step["content"])
-            for step in steps
-            if step["type"] == "Replace" and "String" in step["pattern"]
-        ]
-        if "Metaspace" in kinds:
-            spaces.append((kinds["Metaspace"]["replacement"], " "))
-        prefix = kinds.get("WordPiece", {}).get("prefix")
+            raise CheckpointError(f"its decoder {min(unread)} is not supported")
         special = {*self.special.values()}
         found = {}
         for token in self:

@@ -3,8 +3,9 @@
 Within a tree, a draft's token stands for the target's token of the same bytes; other tokens of the
 draft are never proposed (TLI; Timor et al., arXiv 2502.05202). The committed log is decoded and
 tokenised for the draft, with the tokens that its whole text would have. Special tokens are mapped
-by role, never by spelling: the ends of a turn or a text, and the beginning of a turn. Others are
-not part of the draft's text. V_t and V_d: the sizes of the vocabularies."""
+by role, never by spelling: the beginning of a text, its end and that of a turn, and what begins
+turns in the chat template. Others are not part of the draft's text. V_t and V_d are the sizes of
+the two vocabularies."""
 
 import codecs
 import math
@@ -45,23 +46,21 @@ class Vocabulary:
     """The tokens of a model as bytes, and the roles of its special ones."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.tokenizer, self.table, self.facts = read_language(folder)
         try:
             pieces = self.table.pieces()
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         self.pieces = {token: one for token, one in pieces.items() if token < self.facts.size}
-        template, ends = self.facts.template, self.facts.end
-        named = {token: one in template for one, token in self.table.special.items()}
-        self.ends = {
-            end: "turn" if named.get(end) else "text"
-            for end in sorted(ends, key=lambda end: not named.get(end))
-        }
-        opening = [token for token in named if named[token] and token not in ends]
-        if len(opening) > 1:
-            opening = [token for token in opening if token != self.facts.begin]
-        self.opening = opening[0] if len(opening) == 1 else None
-        """The one other special token in the chat template."""
+        ends, template = self.facts.end, self.facts.template
+        places = {token: template.find(one) for one, token in self.table.special.items()}
+        named = [token for token in sorted(places, key=places.__getitem__) if places[token] >= 0]
+        self.ends = {end: "turn" for end in ends if end in named}
+        self.ends |= {end: "text" for end in ends if end not in named}
+        others = [token for token in named if token not in ends]
+        self.opening = [token for token in others if token != self.facts.begin] or others
+        """The other special tokens of the chat template, which begin turns, in its order."""
 
     @cached_property
     def of_piece(self) -> dict[bytes, int]:
@@ -73,14 +72,16 @@ class Vocabulary:
                 found[piece] = token
         return found
 
-    def roles_in(self, draft: "Vocabulary") -> dict[int, int]:
+    def roles_in(self, draft: "Vocabulary", prefix: Sequence[int]) -> dict[int, int]:
         """Return the draft's special token for each special token with a role, the ends of turns
-        first."""
+        first. `prefix`: what the draft's tokenizer puts before a text in any case."""
         ends = {role: end for end, role in reversed(draft.ends.items())}
         last = next(iter(ends.values()), None)
         roles = {end: ends.get(role, last) for end, role in self.ends.items()}
-        if self.opening is not None:
-            roles[self.opening] = draft.opening
+        if len(self.opening) == len(draft.opening):
+            roles |= dict(zip(self.opening, draft.opening, strict=True))
+        if self.facts.begin is not None and not prefix and draft.facts.begin not in draft.opening:
+            roles.setdefault(self.facts.begin, draft.facts.begin)
         return {token: own for token, own in roles.items() if own is not None}
 
 
@@ -89,18 +90,22 @@ class Translation:
 
     def __init__(self, draft: Vocabulary, target: Vocabulary) -> None:
         self.facts, self.table, self.pieces = target.facts, target.table, target.pieces
-        self.roles = target.roles_in(draft)
-        self._tokenizer = Tokenizer.from_buffer(draft.tokenizer)
+        try:
+            self._tokenizer = Tokenizer.from_buffer(draft.tokenizer)
+        except Exception as error:  # the library raises bare Exception for unreadable input
+            raise CheckpointError(
+                f"{draft.folder}: tokenizer.json cannot be read: {error}"
+            ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        around = self._tokenizer.encode("").ids
-        begin = draft.facts.begin
-        self.begin = around[:1] if begin is not None and around[:1] == [begin] else []
-        """What the draft's tokenizer puts before a text."""
+        around, begin = self._tokenizer.encode("").ids, draft.facts.begin
         self._tokenizer.encode_special_tokens = True
+        self.prefix = around[:1] if begin is not None and around[:1] == [begin] else []
+        """What the draft's tokenizer puts before a text."""
         self.first = next((token for token in (begin, *draft.ends) if token is not None), 0)
         """What it reads if there is no text yet."""
         self.byte_tokens = [draft.of_piece.get(bytes([byte])) for byte in range(256)]
+        self.roles = target.roles_in(draft, self.prefix)
         same = {
             token: draft.of_piece[piece]
             for piece, token in target.of_piece.items()
@@ -112,6 +117,7 @@ class Translation:
             self.own[token] = own
         proposed = {own: token for token, own in reversed(self.roles.items())}
         proposed.update((own, token) for token, own in same.items())
+        self.shared = len(same)  # tokens of equal bytes
         self._targets = torch.tensor([*proposed.values()], dtype=torch.int64)
         self._drafts = torch.tensor([*proposed], dtype=torch.int64)
 
@@ -134,7 +140,7 @@ class Translation:
 
     def mass(self, model: LanguageModel) -> float:
         """Return the share of the draft's probability on tokens that it can propose."""
-        ids = [*self.begin, *self.encode(SAMPLE)][: model.context]
+        ids = [*self.prefix, *self.encode(SAMPLE)][: model.context]
         places, segment = torch.arange(len(ids)), Segment(model.new_cache(len(ids)), 0, len(ids))
         logits = model.forward(torch.tensor(ids), places, [segment])
         return float(
@@ -146,7 +152,7 @@ class Retokenised:
     """The log of a session in a draft's tokens, which may change before the end as it grows."""
 
     def __init__(self, translation: Translation, log: Sequence[int]) -> None:
-        self.tokens = [*translation.begin]
+        self.tokens = [*translation.prefix]
         self.waiting = False
         """Whether the log ends with a part of a character for which the draft has no tokens."""
         self._translation = translation
@@ -214,7 +220,7 @@ def open_translation(draft: str, target: str) -> Translation | None:
     if table_in(own).digest == table_in(folder).digest:
         return None
     translation = Translation(Vocabulary(own), Vocabulary(folder))
-    if not translation.count:
+    if not translation.shared:
         raise CheckpointError(
             f"the draft {spelled(draft)} has no token in common with the target "
             f"{spelled(target)}; choose another draft"
