@@ -144,7 +144,7 @@ class TokenTable:
 
     def pieces(self) -> dict[int, bytes]:
         """Return the bytes of each token within a text, by id; special tokens have none. Raises
-        `CheckpointError` for a decoder whose tokens have no bytes of their own."""
+        `CheckpointError` for a decoder with which they depend on other tokens."""
         named = self.decoder or {"type": "WordPiece", "prefix": ""}
         try:
             steps = named["decoders"] if named["type"] == "Sequence" else [named]

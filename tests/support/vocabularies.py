@@ -22,20 +22,21 @@ SPECIAL = {"<|begin|>": "[open]", "<|end|>": "[stop]", "<|user|>": "[in]", "<|as
 """The special tokens of the embedded models, and what they are called in the other vocabularies."""
 
 
-def fewer_merges(folder: Path) -> Path:
-    """The embedded draft without half of its merges and their tokens, the ids shuffled."""
+def fewer_merges(folder: Path, share: float = 0.5) -> Path:
+    """The embedded draft with this share of its merges and their tokens, the ids shuffled."""
     content = json.loads((DEMO_FOLDER / "draft" / "tokenizer.json").read_bytes())
     merges = [one if isinstance(one, list) else one.split() for one in content["model"]["merges"]]
-    kept = merges[: len(merges) // 2]
+    kept = merges[: int(share * len(merges))]
     gone = {"".join(one) for one in merges} - {"".join(one) for one in kept}
     rows = {t: i for t, i in content["model"]["vocab"].items() if t not in gone}
     content["model"]["merges"] = kept
     return _write(folder, content, rows)
 
 
-def pieces_with_spaces(folder: Path, *, prepended: bool = False) -> Path:
+def pieces_with_spaces(folder: Path, *, prepended: bool = False, bytes_too: bool = True) -> Path:
     """The embedded draft with a tokenizer like SentencePiece's: a sign for spaces, bytes for what
-    has no token, merges across whole texts. `prepended`: a text begins with a space."""
+    has no token, merges across whole texts. `prepended`: a text begins with a space; `bytes_too`:
+    there are tokens for bytes."""
     content = json.loads((DEMO_FOLDER / "draft" / "tokenizer.json").read_bytes())
     merges = [one if isinstance(one, list) else one.split() for one in content["model"]["merges"]]
     spelt, rows = {}, {}
@@ -46,7 +47,7 @@ def pieces_with_spaces(folder: Path, *, prepended: bool = False) -> Path:
         except UnicodeDecodeError:
             if len(raw) > 1:
                 continue
-        if len(raw) == 1:
+        if len(raw) == 1 and bytes_too:
             rows[f"<0x{raw[0]:02X}>"] = index
         if token in spelt:
             rows[spelt[token]] = index
@@ -55,7 +56,7 @@ def pieces_with_spaces(folder: Path, *, prepended: bool = False) -> Path:
         for one, other in merges
         if one in spelt and other in spelt and one + other in spelt
     ]
-    content["model"] |= {"byte_fallback": True, "unk_token": None, "fuse_unk": True}
+    content["model"] |= {"byte_fallback": bytes_too, "unk_token": None, "fuse_unk": True}
     sign = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     before = [{"type": "Prepend", "prepend": "\u2581"}] if prepended else []

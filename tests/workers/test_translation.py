@@ -14,8 +14,10 @@ from tokenizers import Tokenizer
 
 from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.messages import Close, Draft, Drafted, Open
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.protocol.tree import ROOT
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.drafters.translation import (
@@ -23,11 +25,10 @@ from dovetail.workers.drafters.translation import (
     Retokenised,
     Translation,
     Vocabulary,
-    open_translation,
 )
 from dovetail.workers.serving.open_target import open_target_worker
 from support.cases import everyday
-from support.models import reference_logits, reference_tokens
+from support.models import reference_logits, reference_tokens, tiny_llama
 from support.pairs import KEY, PairOfWorkers, Run
 from support.stacks import PROMPTS
 from support.vocabularies import (
@@ -36,6 +37,7 @@ from support.vocabularies import (
     pieces_with_spaces,
     read_from_scratch,
     target_of,
+    tokens_of,
 )
 
 TARGET = DEMO_FOLDER / "target"
@@ -52,12 +54,17 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "spaces": pieces_with_spaces,
     "prepended": lambda folder: pieces_with_spaces(folder, prepended=True),
 }
+SHORT: dict[str, Callable[[Path], Path]] = {
+    "bytes": lambda folder: fewer_merges(folder, 0.0),
+    "characters": lambda folder: pieces_with_spaces(folder, bytes_too=False),
+}
+"""Drafts whose tokens are bytes, or never parts of characters."""
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("vocabularies")
-    return {name: write(folder / name) for name, write in KINDS.items()}
+    return {name: write(folder / name) for name, write in {**KINDS, **SHORT}.items()}
 
 
 def translation(target: Path, draft: Path) -> Translation:
@@ -123,22 +130,18 @@ def test_a_long_text_is_not_tokenised_again_for_each_commit(folders: dict[str, P
     assert read.tokens == read_from_scratch(log, TARGET, folders["spaces"], SPECIAL)
 
 
-def pair_with(draft: Path, **changes: Any) -> PairOfWorkers:
-    """The embedded target, and a draft that it takes through sessions."""
-    return PairOfWorkers(
-        open_target_worker(TargetSettings(model=str(TARGET)), name="target", threads=1),
-        open_draft_worker(
-            DraftSettings(model=str(draft), weights="fp32", device="cpu", **changes),
-            name="draft",
-            threads=1,
-            target=str(TARGET),
-        ),
-    )
+def draft_worker(folder: Path, target: Path = TARGET) -> DraftWorker[Any]:
+    settings = DraftSettings(model=str(folder), kind="small", weights="fp32", device="cpu")
+    worker = open_draft_worker(settings, name="draft", threads=1, target=str(target))
+    worker.hello(1)
+    return worker
 
 
 @pytest.fixture(scope="module")
 def pairs(folders: dict[str, Path]) -> dict[str, PairOfWorkers]:
-    return {kind: pair_with(folders[kind]) for kind in KINDS}
+    """The embedded target with each draft."""
+    target = open_target_worker(TargetSettings(model=str(TARGET)), name="target", threads=1)
+    return {kind: PairOfWorkers(target, draft_worker(folder)) for kind, folder in folders.items()}
 
 
 def prompt_of(number: int) -> list[int]:
@@ -213,7 +216,7 @@ def test_proposals_are_those_computed_from_the_log_alone(
 def test_a_sampled_reply_is_the_targets(
     pairs: dict[str, PairOfWorkers], kind: str, rejects: bool, ahead: bool
 ) -> None:
-    sampling = Sampling(temperature=1.0, verification="rejection" if rejects else "coupled")
+    sampling = Sampling(temperature=1.0, acceptance="rejection" if rejects else "coupled")
     pair = pairs[kind]
     runs = [
         pair.open(number, prompt_of(number), tokens=60, sampling=sampling, tree=TREE, ahead=ahead)
@@ -252,3 +255,155 @@ def test_the_next_turn_goes_on_from_the_kept_rows(
         check(second, pair)
         pair.close(second, keep=False)
         number += 2
+
+
+@pytest.mark.parametrize("kind", everyday(["spaces", "fewer", "bytes"], "spaces"))
+def test_a_proposal_may_begin_within_a_character(
+    folders: dict[str, Path], pairs: dict[str, PairOfWorkers], kind: str
+) -> None:
+    tokenizer, pair = Tokenizer.from_file(str(TARGET / "tokenizer.json")), pairs[kind]
+    whole = tokenizer.encode("He wrote 東京都").ids
+    for number, cut in enumerate((1, 2, 3, 4), 30):
+        prompt = whole[:-cut]
+        run = pair.open(number, prompt, tokens=40, sampling=Sampling(), tree=TREE)
+        decode(pair, run, 6, Watched(pair, folders[kind]))
+        check(run, pair)
+        pair.close(run, keep=False)
+
+
+def test_a_draft_without_tokens_for_bytes_waits_for_the_end_of_a_character(
+    folders: dict[str, Path],
+) -> None:
+    worker, prompt = draft_worker(folders["characters"]), prompt_of(0)
+    list(worker.handle(opened_with(prompt)))
+    *parts, last = Tokenizer.from_file(str(TARGET / "tokenizer.json")).encode("東").ids
+    assert len(parts) > 1
+    for number, token in enumerate((*parts, last)):
+        [drafted] = worker.handle(order_of(number + 1, len(prompt) + number + 1, token))
+        assert isinstance(drafted, Drafted)
+        assert bool(drafted.tokens) == (token == last)
+
+
+def test_a_log_that_takes_many_tokens_of_the_draft_gets_room(
+    folders: dict[str, Path], pairs: dict[str, PairOfWorkers]
+) -> None:
+    """The draft reads bytes: a reply has more of its tokens than the session has of the
+    target's."""
+    pair = pairs["bytes"]
+    run = pair.open(50, prompt_of(0)[-9:], tokens=70, sampling=Sampling(), tree=TREE)
+    decode(pair, run, 55, Watched(pair, folders["bytes"]))
+    check(run, pair)
+    worker: Any = pair.draft
+    assert len(worker.session(50).ids) > 9 + len(run.log) + 70
+    pair.close(run, keep=False)
+
+
+def test_nothing_is_drafted_for_a_log_beyond_the_drafts_context(
+    pairs: dict[str, PairOfWorkers], capfd: pytest.CaptureFixture[str]
+) -> None:
+    pair, prompt = pairs["bytes"], prompt_of(0) * 4
+    run = pair.open(60, prompt[:300], tokens=40, sampling=Sampling(), tree=TREE)
+    decode(pair, run, 4)
+    assert not any(proposal.tokens for proposal in run.proposals)
+    assert "exceeds the draft's context" in capfd.readouterr().err
+    pair.close(run, keep=False)
+
+
+def test_a_new_draft_reads_the_log_of_one_that_is_lost(
+    folders: dict[str, Path], pairs: dict[str, PairOfWorkers]
+) -> None:
+    folder = folders["fewer"]
+    pair = PairOfWorkers(pairs["fewer"].target, pairs["fewer"].draft)
+    run = pair.open(70, prompt_of(5), tokens=60, sampling=Sampling(), tree=TREE)
+    decode(pair, run, 12)
+    pair.draft = draft_worker(folder)
+    list(pair.draft.handle(opened_with(run.log[:-1], session=70, round=run.round)))
+    run.accepted, count = (), len(run.proposals)
+    decode(pair, run, 24, Watched(pair, folder))
+    check(run, pair)
+    assert any(proposal.tokens for proposal in run.proposals[count:])
+    list(pair.target.handle(Close(epoch=1, session=70)))
+
+
+def opened_with(prompt: Sequence[int], session: int = 5, round: int = 0) -> Open:
+    return Open(
+        epoch=1,
+        session=session,
+        round=round,
+        key=KEY,
+        prompt=tuple(prompt),
+        capacity=len(prompt) + 60,
+        vocabulary_size=4096,
+        sampling=Sampling(),
+        tree=TREE,
+    )
+
+
+def order_of(round: int, prefix: int, bonus: int) -> Draft:
+    sizes = {"max_nodes": TREE.most_nodes, "max_depth": TREE.most_levels, "max_width": TREE.width}
+    numbers = {"epoch": 1, "session": 5, "round": round, "prefix": prefix}
+    return Draft(**numbers, **sizes, accepted=(), bonus=bonus)
+
+
+def test_a_draft_says_what_it_can_propose_and_registers_with_the_targets_vocabulary(
+    folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = folders["fewer"]
+    hello = draft_worker(folder).hello(1)
+    [line] = [one for one in capfd.readouterr().err.splitlines() if "another vocabulary" in one]
+    count = len(target_of(TARGET, folder, SPECIAL))
+    beginning = f"draft: {folder} has another vocabulary: it can propose {count} of the 4096 tokens"
+    assert line.startswith(f"{beginning} of the target {TARGET}, which have ")
+    table = TokenTable.read((TARGET / "tokenizer.json").read_bytes())
+    assert hello.vocabulary is not None
+    assert hello.table is not None
+    assert (hello.vocabulary.digest, hello.table.data) == (table.digest, table.packed)
+
+
+def test_without_the_targets_folder_the_draft_registers_with_its_own_vocabulary(
+    folders: dict[str, Path],
+) -> None:
+    """The coordinator then compares the two, and names the remedy."""
+    settings = DraftSettings(model=str(folders["fewer"]), kind="small", device="cpu")
+    hello = open_draft_worker(settings, name="draft", threads=1, target="some/target").hello(1)
+    assert hello.table is not None
+    own = TokenTable.unpacked(hello.table.data)
+    assert own.digest == TokenTable.read((folders["fewer"] / "tokenizer.json").read_bytes()).digest
+    why_not = TokenTable.read((TARGET / "tokenizer.json").read_bytes()).against(own, "D", "T")
+    assert why_not.startswith("the draft D does not share the vocabulary of the target T: id 0 is ")
+    assert why_not.endswith("set target.model to the target's folder where the draft runs")
+
+
+def test_a_draft_that_shares_too_few_tokens_is_refused_with_their_share(tmp_path: Path) -> None:
+    target, other = tiny_llama(tmp_path / "target"), tiny_llama(tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_bytes())
+    words = content["model"]["vocab"]
+    for kept, why in (
+        (2, "shares only 4 of the 48 tokens of the target .*, which have [0-9]+% of its prob"),
+        (0, "has no token in common with the target "),
+    ):
+        renamed = {t if i < 2 + kept else f"other {t}": i for t, i in words.items()}
+        (other / "tokenizer.json").write_text(
+            json.dumps({**content, "model": {**content["model"], "vocab": renamed}})
+        )
+        with pytest.raises(CheckpointError, match=why) as refused:
+            draft_worker(other, target)
+        assert str(refused.value).endswith("; choose another draft")
+
+
+def test_a_draft_whose_tokens_have_no_bytes_of_their_own_is_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders["fewer"], tmp_path / "ctc")
+    content = json.loads((tmp_path / "ctc" / "tokenizer.json").read_bytes())
+    decoder = {"type": "CTC", "pad_token": "p", "word_delimiter_token": "|", "cleanup": True}
+    (tmp_path / "ctc" / "tokenizer.json").write_text(json.dumps({**content, "decoder": decoder}))
+    with pytest.raises(CheckpointError, match="ctc: its decoder CTC is not supported"):
+        draft_worker(tmp_path / "ctc")
+
+
+def test_special_tokens_are_mapped_by_their_roles(folders: dict[str, Path]) -> None:
+    special = tokens_of(folders["fewer"])[2]
+    named = tokens_of(TARGET)[2]
+    roles = translation(TARGET, folders["fewer"]).roles
+    assert roles == {named[one]: special[other] for one, other in SPECIAL.items()}

@@ -64,8 +64,8 @@ class Vocabulary:
 
     @cached_property
     def of_piece(self) -> dict[bytes, int]:
-        """Return the token of each piece; a byte has a token of its own only if no other spells
-        it."""
+        """Return the token of each piece; a byte token only where no other
+        token spells the byte."""
         found: dict[bytes, int] = {}
         for token, piece in self.pieces.items():
             if piece not in found or BYTE_TOKEN.fullmatch(self.table.spelling(found[piece]) or ""):
