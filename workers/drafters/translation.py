@@ -173,11 +173,11 @@ class Retokenised:
             if (special := own.roles.get(token)) is None:
                 run += own.pieces.get(token, b"")
             else:
-                self._read(run, final=True)
+                self._read(bytes(run), final=True)
                 self.tokens.append(special)
                 self._begin()
                 run.clear()
-        self._read(run)
+        self._read(bytes(run))
         if not self.tokens:
             self.tokens.append(own.first)
         return fixed + shared_length(before, self.tokens[fixed:])
