@@ -81,12 +81,14 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         spans: Spans,
         *,
         ahead: bool = False,
+        merges: bool = False,
         sharpening: float = SHARPENING,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`ahead`: give sessions rows for growth ahead. `sharpening`: the initial value of
-        "auto"."""
-        super().__init__(spans, Scale(sharpening, noise_share=1.0), ahead=ahead, clock=clock)
+        """`ahead`: give sessions rows for growth ahead. `merges`: see `Grower`. `sharpening`: the
+        initial value of "auto"."""
+        scale = Scale(sharpening, noise_share=1.0)
+        super().__init__(spans, scale, ahead=ahead, merges=merges, clock=clock)
         self.model = model
         self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model.new_cache(0))
 
@@ -103,8 +105,10 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         not be used any more."""
         room = min(order.capacity, self.model.context)
         rows = self._tree_rows(order.sampling, order.tree)
+        log = list(order.prompt)
         session = DraftSession(
-            log=list(order.prompt),
+            log=log,
+            looked_up=self._look_up(order, log),
             ranking=self._ranking(order),
             policy=open_policy(order.tree),
             depth=order.tree.most_levels,
