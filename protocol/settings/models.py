@@ -220,8 +220,8 @@ class DraftSettings(Frozen):
     )
     merge_lookup: bool = Field(
         True,
-        description="under the policy goodput, what a look-up finds in the text joins the tree of a "
-        "model or head",
+        description="under the policy goodput, what a look-up finds in the text joins the tree of "
+        "a model or head",
     )
     pickled: bool = Field(
         False,

@@ -154,6 +154,7 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
         log = list(order.prompt)
         return HeadSession(
             log=log,
+            tree=self._new_tree(),
             looked_up=self._look_up(order, log),
             ranking=ranking,
             policy=open_policy(tree),

@@ -108,6 +108,7 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         log = list(order.prompt)
         session = DraftSession(
             log=log,
+            tree=self._new_tree(),
             looked_up=self._look_up(order, log),
             ranking=self._ranking(order),
             policy=open_policy(order.tree),

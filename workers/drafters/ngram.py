@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.lookup import Matches, SearchedLog
+from dovetail.protocol.lookup import CLASSES, Matches, SearchedLog
 from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import misfit
 from dovetail.protocol.tree import ROOT, TokenTree
@@ -47,6 +47,16 @@ class _Node:
     parent: int = field(compare=False)
     path: tuple[int, ...] = field(compare=False)
     matches: Matches = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What a look-up proposes, best first."""
+
+    tree: TokenTree
+    scores: tuple[float, ...]  # the log-probability of each path
+    kinds: tuple[int, ...]  # the class of the longest match of each node
+    grown: int  # candidates looked at
 
 
 @dataclass
@@ -78,7 +88,7 @@ def guesses(
     price: Price,
     *,
     past: Callable[[], bool] = lambda: False,
-) -> Proposal:
+) -> Guesses:
     """Return what is expected after the session's log; `past`: whether to stop here."""
     levels = shape.nodes if session.unbounded else shape.depth
     depth = min(levels, session.capacity - len(session.log) - 1)
@@ -104,7 +114,9 @@ def guesses(
     tree = TokenTree(
         tuple(node.path[-1] for node in nodes), tuple(node.parent - 1 for node in nodes)
     )
-    return Proposal(tree, tuple(-node.badness for node in nodes), grown, hit=False)
+    scores = tuple(-node.badness for node in nodes)
+    kinds = tuple(CLASSES[max(match for _, _, match in node.matches) - 1] for node in nodes)
+    return Guesses(tree, scores, kinds, grown)
 
 
 def _children(
@@ -180,7 +192,7 @@ class Lookup(Engine[LookupSession]):
             past=lambda: deadline_ns is not None and self._clock() > deadline_ns,
         )
         session.offered = found.tree
-        return found
+        return Proposal(found.tree, found.scores, found.grown, hit=False)
 
     def draft_all(
         self, orders: Sequence[Order[LookupSession]]

@@ -98,6 +98,7 @@ class SharedDrafter(Drafter):
         log = list(order.prompt)
         return SharedSession(
             log=log,
+            tree=self._new_tree(),
             looked_up=self._look_up(order, log),
             ranking=self._ranking(order),
             policy=open_policy(order.tree),

@@ -14,11 +14,12 @@ import numpy as np
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.devices.memory import is_out_of_memory, without_graphs
+from dovetail.workers.drafters.ngram import Guesses
 from dovetail.workers.drafters.passes import Reading, read_together
 from dovetail.workers.drafters.session import NO_NODES, GrowingSession, WaitingTime
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.prices import Candidates, PassTimes, worth_expanding
-from dovetail.workers.speculation.proposal import FREE, Proposal, Shape
+from dovetail.workers.speculation.proposal import FREE, Shape
 
 if TYPE_CHECKING:
     from dovetail.workers.drafters.tree import Grower
@@ -62,7 +63,7 @@ class Growth(Generic[SessionT]):
     wanted: Wanted | None = None  # nodes that its next pass may expand
     reading: Reading | None = None  # rows that are being computed for it
     error: Exception | None = None
-    guesses: Proposal | None = None  # of a look-up
+    guesses: Guesses | None = None  # of a look-up
     guessed: int = 0  # nodes that joined the pool for them
 
     def __post_init__(self) -> None:

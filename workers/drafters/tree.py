@@ -24,12 +24,12 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.ahead import GrowthAhead
 from dovetail.workers.drafters.engine import Engine
-from dovetail.workers.drafters.ngram import LookupSession, guesses, look_up
+from dovetail.workers.drafters.ngram import Guesses, LookupSession, guesses, look_up
 from dovetail.workers.drafters.passes import Reading, Steps
 from dovetail.workers.drafters.session import GrowingSession, WaitingTime, tree_rows
 from dovetail.workers.drafters.side_by_side import Growth, SideBySide
 from dovetail.workers.sessions.wire import to_array
-from dovetail.workers.speculation.growth import Nodes
+from dovetail.workers.speculation.growth import GrowingTree, Nodes, Trust
 from dovetail.workers.speculation.prices import PassTimes
 from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, Shape
 from dovetail.workers.speculation.rejection import ProposalProbabilities
@@ -68,7 +68,7 @@ class Grower(Engine[SessionT]):
     ) -> None:
         """`start`: the initial scale of a draft of this kind. `ahead`: give sessions rows for
         growth ahead. `merges`: the guesses of a look-up join trees that size themselves."""
-        self._merges = merges
+        self._merges, self.trust = merges, Trust()
         self.score_calibration = ScoreCalibration(start)
         self._spans = spans
         self._rows_for_ahead = ahead
@@ -154,7 +154,7 @@ class Grower(Engine[SessionT]):
             looked_up.searched.recalled = order.recalled
             if shape.nodes and looked_up.searched.recurs:
                 growth.guesses = guesses(looked_up, shape, order.price)
-                growth.guessed = session.tree.guess(growth.guesses.tree, growth.guesses.scores)
+                growth.guessed = _take_guesses(session, growth.guesses)
         return growth
 
     def _end(self, growth: Growth[SessionT]) -> Proposal:
@@ -163,7 +163,7 @@ class Grower(Engine[SessionT]):
         if not session.tree.root_expanded:
             session.tree.clear()
             if (found := growth.guesses) is not None:
-                session.tree.guess(found.tree, found.scores)
+                _take_guesses(session, found)
         grown = sum(done.added for done in growth.passes) + growth.guessed
         wasted = growth.unused - (session.tree.unused - grown)
         times = [(done.rows, done.end_ns - done.start_ns) for done in growth.passes if done.rows]
@@ -201,6 +201,9 @@ class Grower(Engine[SessionT]):
         """Return the look-up in a session's log if its guesses join the tree."""
         merges = self._merges and order.tree.traits.sizes_itself and not order.sampling.rejects
         return look_up(order, log) if merges else None
+
+    def _new_tree(self) -> GrowingTree:
+        return GrowingTree(self.trust)
 
     def _tree_rows(self, sampling: Sampling, tree: TreeSettings) -> int:
         """Return the rows of a session's trees. Under rejection sampling trees are drawn again in
@@ -295,6 +298,8 @@ class Grower(Engine[SessionT]):
                     and tree.ranks[child] < tree.shown
                     and math.exp(tree.scores[child]) >= session.price.floor
                 )
+                if tree.guesses:
+                    self.trust.learn(tree, node, token)
             if child is None:
                 break
             way.append(child)
@@ -332,6 +337,10 @@ class Grower(Engine[SessionT]):
         if tree.guesses and (tree.children_of(nodes) > 0).any():
             return tree.rank_again(nodes, *children)
         return tree.add_children(nodes, *children)
+
+
+def _take_guesses(session: GrowingSession, found: Guesses) -> int:
+    return session.tree.guess(found.tree, found.scores, found.kinds)
 
 
 def _with_distributions(proposal: Proposal, drawn: ProposalProbabilities) -> Proposal:

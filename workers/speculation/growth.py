@@ -13,9 +13,9 @@ Letters: N nodes, K children, V vocabulary. Independent of models, clocks and, e
 of nodes, caches.
 
 Guesses of another drafter (a look-up) can join the pool before the model has expanded anything.
-They have scores of their own; a node that both propose gets the larger one. A guess that the model
-does not propose ranks behind all of its children, is never hidden, and leaves when the root
-moves."""
+They have scores of their own, and once the model has ranked the same children a share of them
+(`Trust`). A guess that the model does not propose ranks behind all of its children, is never
+hidden, and leaves when the root moves."""
 
 import math
 from collections.abc import Sequence
@@ -38,11 +38,14 @@ ALL = 1 << 30  # a number of children that means all
 LEAST_HIDDEN = math.log(1e-3)  # hidden children of smaller gains are left out
 FEW = 4  # partition first if the pool is more than this multiple of the number wanted
 SMALLEST_POOL = 1024  # initial places of a pool, enough for most proposals; doubled when full
-TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN = range(7)  # the integer columns
+TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN, KINDS = range(8)  # the integer columns
 GAINS, SCORES, GUESSED = range(3)
 """The float32 columns: the model's log-probability given the parent, at most 0 (-inf: only
-guessed); the sum, from the root down, of the larger of it and the guess's; the guess's (-inf: not
-guessed)."""
+guessed); the sum from the root down, in which guesses have a share; the log-probability of a guess
+given the parent (-inf: not guessed)."""
+TRUST = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 0.9)
+"""The initial trust in guesses by the class of their match (`protocol/lookup.py`)."""
+PACE = 0.03  # the step of its learning
 
 
 class Branches(NamedTuple):
@@ -60,12 +63,46 @@ class Branches(NamedTuple):
         return (*reversed(tokens),)
 
 
+class Trust:
+    """The trust in the guesses of a look-up where the model has ranked the same children: a guess
+    of probability g that the model gives o < g has o + trust * (g - o), learned from the target's
+    choices."""
+
+    def __init__(self) -> None:
+        self.by_kind = np.array(TRUST)
+
+    def probabilities(self, tree: "GrowingTree", nodes: Nodes) -> NDArray[np.float64]:
+        """Return the probabilities of guessed nodes [N] given their parents."""
+        own = np.exp(tree.gains[nodes].astype(np.float64))
+        more = np.maximum(np.exp(tree.guessed[nodes]) - own, 0.0)
+        parents = tree.parents[nodes]
+        ranked = np.where(parents == ROOT, tree.root_expanded, tree.rows_of(parents) != NO_ROW)
+        found: NDArray[np.float64] = own + more * np.where(
+            ranked, self.by_kind[tree.kinds[nodes]], 1.0
+        )
+        return found
+
+    def learn(self, tree: "GrowingTree", node: int, token: int) -> None:
+        """Learn that the target chose `token` after an expanded node (-1: the root), by the slope
+        of the logarithm of its probability."""
+        nodes = np.flatnonzero((tree.parents == node) & (tree.guessed > tree.gains))
+        if not len(nodes):
+            return
+        found = np.clip(self.probabilities(tree, nodes), 0.02, 0.98)
+        more = np.exp(tree.guessed[nodes]) - np.exp(tree.gains[nodes])
+        right = tree.tokens[nodes] == token
+        steps = PACE * more * (right - found) / (found * (1.0 - found))
+        np.add.at(self.by_kind, tree.kinds[nodes], steps)
+        np.clip(self.by_kind, 0.01, 1.0, out=self.by_kind)
+
+
 class GrowingTree:
     """The pool, the rows of nodes, and whether the root has been expanded."""
 
-    def __init__(self) -> None:
+    def __init__(self, trust: Trust | None = None) -> None:
+        self._trust = trust or Trust()
         # place 0 is the root's, and node i has place i + 1, so lookups of parents include the root
-        self._ints = np.zeros((7, SMALLEST_POOL), np.int32)
+        self._ints = np.zeros((8, SMALLEST_POOL), np.int32)
         self._floats = np.zeros((3, SMALLEST_POOL), np.float32)
         self._ints[(PARENTS, ROWS), 0] = ROOT, NO_ROW
         self._lines: dict[int, tuple[int, ...]] = {}
@@ -118,6 +155,11 @@ class GrowingTree:
     def hidden(self) -> Ints:
         """1 for nodes hidden from the policies, else 0."""
         return self._ints[HIDDEN, 1 : self._stop]
+
+    @property
+    def kinds(self) -> Ints:
+        """The class of the longest match of each guess."""
+        return self._ints[KINDS, 1 : self._stop]
 
     @property
     def gains(self) -> Floats:
@@ -267,7 +309,7 @@ class GrowingTree:
         first, above = self._stop, np.asarray(nodes, np.intp)[:, None] + 1
         self._reserve(first + tokens.size)
         self._stop += tokens.size
-        ints = self._ints[:, first : self._stop].reshape(7, *tokens.shape)
+        ints = self._ints[:, first : self._stop].reshape(8, *tokens.shape)
         over = self._ints[:, above]
         ints[TOKENS], ints[PARENTS], ints[LEVELS] = tokens, above - 1, over[LEVELS] + 1
         ints[RANKS], ints[ROWS], ints[USED] = np.arange(tokens.shape[1]), NO_ROW, 0
@@ -287,9 +329,9 @@ class GrowingTree:
         self.guesses = False
         self._lines.clear()
 
-    def guess(self, guesses: TokenTree, scores: Sequence[float]) -> int:
-        """Add the guesses of another drafter below the root: `scores` are its log-probabilities of
-        their paths. Nodes of the pool are guessed, too. Return how many were added."""
+    def guess(self, guesses: TokenTree, scores: Sequence[float], kinds: Sequence[int]) -> int:
+        """Add the guesses of another drafter below the root, with its log-probabilities of their
+        paths and the classes of their matches. Return how many were not in the pool."""
         known = {
             place: node
             for node, place in enumerate(
@@ -302,7 +344,7 @@ class GrowingTree:
             node = known.get((above, token), len(levels))
             if node == len(levels):
                 levels.append(1 if above == ROOT else levels[above] + 1)
-                new.append((token, above, levels[-1], ALL, NO_ROW, 0, 0))
+                new.append((token, above, levels[-1], ALL, NO_ROW, 0, 0, 0))
             nodes.append(node)
             gains.append(score if parent == ROOT else score - scores[parent])
         if new:
@@ -310,6 +352,7 @@ class GrowingTree:
             self._ints[:, self._stop : self._stop + len(new)] = np.array(new, np.int32).T
             self._floats[:, self._stop : self._stop + len(new)] = -np.inf
             self._stop += len(new)
+        self.kinds[nodes] = kinds
         self.guessed[nodes] = np.minimum(np.array(gains, np.float32), np.float32(0.0))
         self.guesses = self.guesses or bool(nodes)
         self._pass_down()
@@ -387,8 +430,10 @@ class GrowingTree:
         scores, hidden = self.scores, self.hidden
         scores[:], hidden[:] = self.gains, self.ranks >= self.shown
         if self.guesses:
-            np.maximum(scores, self.guessed, out=scores)
-            hidden[self.guessed > -np.inf] = 0
+            guessed = np.flatnonzero(self.guessed > -np.inf)
+            scores[guessed] = np.log(self._trust.probabilities(self, guessed))
+            np.minimum(scores, np.float32(0.0), out=scores)
+            hidden[guessed] = 0
         for level in range(2, int(self.levels.max(initial=0)) + 1):
             at_level = np.flatnonzero(self.levels == level)
             above = self.parents[at_level]
