@@ -7,7 +7,7 @@ occurrences vote. One that matches in m tokens gives the next token a vote of OD
 tokens together weigh 1. So a token's probability is the sum of its votes over 1 + all votes. At
 the next level, the occurrences that agree have matched one more token, and the others do not vote.
 An occurrence that reaches the end of the log continues with its own proposal. Occurrences in
-earlier texts (`runtime/session/recall.py`) vote, too, with odds of their own."""
+earlier texts (`runtime/session/lookup_memory.py`) vote, too, with odds of their own."""
 
 import math
 from collections import defaultdict
@@ -33,6 +33,12 @@ CHARACTERS = 0x110000  # tokens that differ by this share a character: at worst 
 Match = tuple[Sequence[int], int, int]
 """An occurrence: the text, the position after it, and how many tokens match before that."""
 Matches = Sequence[Match]
+
+
+def in_texts(recalled: Sequence[Sequence[int]]) -> Matches:
+    """Return occurrences in other texts, each sent as the number of tokens that match and those
+    that followed."""
+    return [(text, 1, min(text[0], LONGEST)) for text in recalled if len(text) > 1 and text[0] > 0]
 
 
 class SearchedLog:
