@@ -170,14 +170,10 @@ class RunningRequest:
             return ()
         if self._recalled[0] != session.length:
             log = [*session.request.prompt[-LONGEST:], *session.tokens[-LONGEST:]]
-            found = self.memory.find(self.owner, log, session.request.most_nodes)
+            owner, vocabulary = session.request.owner, self.target.facts.digest
+            found = self.memory.find(owner, vocabulary, log, session.request.most_nodes)
             self._recalled = session.length, found
         return self._recalled[1]
-
-    @property
-    def owner(self) -> str:
-        """Whose texts are recalled: those of this API key, in the target's vocabulary."""
-        return f"{self.target.facts.digest}/{self.session.request.owner}"
 
     def search(self) -> SearchedLog | None:
         """Return its log up to now if it has a look-up draft, else None. A trial asks its draft in

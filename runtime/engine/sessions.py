@@ -310,9 +310,9 @@ class Sessions:
             return
         self._census.forget()
         if running.memory is not None and running.reads_for is None:
-            session = running.session
-            log = session.request.log(session.tokens, session.length)
-            running.memory.add(running.owner, log)
+            request, tokens = running.session.request, running.session.tokens
+            log = request.log(tokens, running.session.length)
+            running.memory.add(request.owner, running.target.facts.digest, log)
         if self._shared.journal is not None and running.delivery.ticket:
             self._shared.journal.left(running.delivery.ticket)
         running.client.sessions.pop(running.request, None)

@@ -36,21 +36,22 @@ class LookupMemory:
         self._owners = array("i", [NOWHERE]) * room
         self._links = {size: array("q", [NOWHERE]) * room for size in SIZES}
         self._table = {size: array("q", [NOWHERE]) * room for size in SIZES}
-        self._stop = self._owner_count = 0
-        self._numbers: dict[str, int] = {}  # of the owners, the latest last
+        self._stop = self._count = 0  # tokens, and numbers given, so far
+        self._numbers: dict[tuple[str, str], int] = {}
+        """A number of each owner and vocabulary, the latest last."""
         self._last: dict[int, array[int]] = {}  # the last text of each
         self._waiting: deque[tuple[int, Iterator[int]]] = deque()
         """Owners and the tokens that have not been indexed yet."""
         self._recent: list[int] = []  # the last tokens of the text that is being indexed
 
-    def add(self, owner: str, log: Sequence[int]) -> None:
+    def add(self, owner: str, vocabulary: str, log: Sequence[int]) -> None:
         """Add a text; `step` indexes it. The beginning that it shares with the owner's last text,
         such as the earlier turns of a conversation, is left out."""
-        if (number := self._numbers.pop(owner, None)) is None:
-            number, self._owner_count = self._owner_count, self._owner_count + 1
-        self._numbers[owner] = number
+        if (number := self._numbers.pop((owner, vocabulary), None)) is None:
+            number, self._count = self._count, self._count + 1
+        self._numbers[owner, vocabulary] = number
         if len(self._numbers) > MOST_OWNERS:
-            self.forget(next(iter(self._numbers)))
+            self.forget(next(iter(self._numbers))[0])
         pairs = zip(self._last.get(number, ()), log, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._last[number] = array("i", log)
@@ -59,13 +60,13 @@ class LookupMemory:
 
     def forget(self, owner: str) -> None:
         """Remove an owner's texts."""
-        if (number := self._numbers.pop(owner, None)) is None:
-            return
-        self._last.pop(number, None)
+        gone = {number for key, number in self._numbers.items() if key[0] == owner}
+        self._numbers = {key: one for key, one in self._numbers.items() if one not in gone}
+        self._last = {number: last for number, last in self._last.items() if number not in gone}
+        self._waiting = deque(one for one in self._waiting if one[0] not in gone)
         self._recent.clear()
-        self._waiting = deque(one for one in self._waiting if one[0] != number)
-        for place, whose in enumerate(self._owners):
-            if whose == number:
+        for place, number in enumerate(self._owners if gone else ()):
+            if number in gone:
                 self._tokens[place], self._owners[place] = SEPARATOR, NOWHERE
 
     def step(self, tokens: int = STEP) -> None:
@@ -95,11 +96,11 @@ class LookupMemory:
         del recent[: -SIZES[0]]
         self._stop += 1
 
-    def find(self, owner: str, log: Sequence[int], most: int) -> Recalled:
+    def find(self, owner: str, vocabulary: str, log: Sequence[int], most: int) -> Recalled:
         """Return the occurrences of the last tokens of `log` (its last `LONGEST` suffice) in the
         owner's texts that were followed by anything, at most `most` tokens of each: those of the
         longest n-gram first, and among these the newest."""
-        if (number := self._numbers.get(owner)) is None:
+        if (number := self._numbers.get((owner, vocabulary))) is None:
             return ()
         found: dict[int, tuple[int, ...]] = {}
         oldest = self._stop - self._room
