@@ -143,5 +143,6 @@ class SearchedLog:
 def matching(text: Sequence[int], position: int, log: Sequence[int]) -> int:
     """Return how many tokens of `text` before `position` match the last ones of `log`, at most
     `LONGEST`."""
-    most, length = min(position, LONGEST), len(log)
+    length = len(log)
+    most = min(position, length, LONGEST)
     return next((n for n in range(most) if text[position - 1 - n] != log[length - 1 - n]), most)

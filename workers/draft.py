@@ -368,8 +368,8 @@ class DraftWorker(Generic[SessionT]):
             text = f"nodes {command.accepted} are not a path of the proposal of round {held.round}"
             raise RequestError("prefix", f"session {command.session}: {text}")
         self.engine.check_tokens([command.bonus, *command.more])
-        for text in command.recalled:
-            self.engine.check_tokens(text[1:] or (command.bonus,))
+        for _, *tokens in filter(None, command.recalled):
+            self.engine.check_tokens([command.bonus, *tokens])
         self.engine.check_features(held.session, committed, command.features)
 
     def _drafted(self, command: Draft, proposal: Proposal, start_ns: int) -> Drafted:

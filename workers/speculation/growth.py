@@ -251,7 +251,8 @@ class GrowingTree:
     def below_rows(self, nodes: Nodes) -> NDArray[np.bool_]:
         """Return which of `nodes` have an expanded root or a row above them."""
         parents = self.parents[nodes]
-        return (parents == ROOT) & self.root_expanded | (self.rows_of(parents) >= 0)
+        found: NDArray[np.bool_] = self.rows_of(parents) >= 0
+        return found | (parents == ROOT) if self.root_expanded else found
 
     def show(self, width: int) -> None:
         """Let policies see the best `width` children of every node from now on."""
