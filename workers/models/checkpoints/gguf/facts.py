@@ -76,8 +76,9 @@ GUESSING = frozenset(
 class Facts:
     """The facts of a model under `general.architecture`, and its tensors by name."""
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: Model, *, mtp: bool = False) -> None:
+        """`mtp`: count MTP layers among the model's."""
+        self.model, self._mtp = model, mtp
         self.architecture = str(model.facts["general.architecture"])
         self.tensors: Mapping[str, Place] = {
             place.name: place for head in model.heads for place in head.tensors
@@ -143,11 +144,11 @@ class Facts:
 
     @property
     def layers(self) -> int:
-        """Return the layers that a token passes; prediction layers may follow in the file."""
+        """Return the layers that a token passes; MTP layers may follow in the file."""
         guesses = self.whole(GUESSES, 0)
         if guesses and self.architecture not in GUESSING:
             raise self.refusal(f"{self._prefix}{GUESSES} is {guesses}, but such layers are missing")
-        found = self.whole("block_count") - guesses
+        found = self.whole("block_count") - (0 if self._mtp else guesses)
         if found < 1 or guesses < 0:
             raise self.refusal(f"it has {found} layers")
         if found > len(self.tensors):  # and no list is made of as many

@@ -1,0 +1,54 @@
+"""Multi-token prediction (MTP, NextN; DeepSeek-V3's report, section 2.2): one matrix over the
+normed embedding and state, then a decoder layer of the target's own kind, a norm and an output
+head.
+
+The first level reads the target's state after its final norm, later ones the layer's result after
+the norm: this is how llama.cpp (b11434) runs all families that are supported here."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dovetail.workers.heads.kind import HeadKind
+from dovetail.workers.heads.spec import HeadSpec, Shapes
+
+if TYPE_CHECKING:
+    from dovetail.workers.heads.parts import Body, HeadParts, Inputs, Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpSpec(HeadSpec):
+    """An MTP layer."""
+
+    normed: bool  # the output head, and the next level, read the layer's result after a norm
+
+
+class Mtp(HeadKind):
+    """MTP layers of published checkpoints."""
+
+    name, title, spec = "mtp", "MTP", MtpSpec
+
+    def recognises(self, shapes: Shapes) -> bool:
+        """Return False: what is a whole model beside them is recognised as that."""
+        return False
+
+    def body(self, parts: "HeadParts") -> "Body":
+        import torch
+
+        tensors, spec = parts.checkpoint.tensors, parts.checkpoint.spec
+        assert isinstance(spec, MtpSpec)
+        engine: Any = parts.engine
+        fuse = engine.precise(tensors["fusion"])
+        norms = [engine.norm(tensors[name], spec.epsilon) for name in ("embedding_norm", "state_norm")]
+
+        def body(inputs: "Inputs") -> "Outcome":
+            given = (inputs.embedded, inputs.features)
+            both = [norm(one.contiguous()) for norm, one in zip(norms, given, strict=True)]
+            states = fuse(torch.cat(both, dim=-1))
+            states = engine.layers(states, inputs.seen, inputs.rows)
+            normed = spec.normed and len(states) > 0
+            return inputs.outcome(engine.final_norm(states) if normed else states)
+
+        return body
+
+
+MTP = Mtp()
