@@ -175,6 +175,11 @@ PUBLISHED = {
         "the decay" + BENCH,
         0.8,
     ),
+    "mtp": Published(
+        2.94,
+        Tree("dynamic", 3, 3, 1),
+        "ROCm/ATOM pull request 1764: DeepSeek-R1, chains of three tokens",
+    ),
     "substitute": Published(
         27.08, Tree("beam", 288, 48, 6), "SubSpec paper, Table 5: Qwen2.5 7B" + BENCH, 0.8
     ),
@@ -184,7 +189,7 @@ PUBLISHED = {
 def published(kind: str, blocks: int = 1) -> Published:
     """Return the known figures of drafts of a kind; `blocks`: the number of a head's blocks, if
     several."""
-    if kind not in KINDS:
+    if kind in PUBLISHED:
         return PUBLISHED[kind]
     figures = figures_of(kind)
     tokens, tree = figures.tokens[min(blocks, len(figures.tokens)) - 1], Tree(*figures.tree)

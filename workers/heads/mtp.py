@@ -38,7 +38,9 @@ class Mtp(HeadKind):
         assert isinstance(spec, MtpSpec)
         engine: Any = parts.engine
         fuse = engine.precise(tensors["fusion"])
-        norms = [engine.norm(tensors[name], spec.epsilon) for name in ("embedding_norm", "state_norm")]
+        norms = [
+            engine.norm(tensors[name], spec.epsilon) for name in ("embedding_norm", "state_norm")
+        ]
 
         def body(inputs: "Inputs") -> "Outcome":
             given = (inputs.embedded, inputs.features)
