@@ -139,8 +139,8 @@ class Reader:
             return
         if name == "auto":
             raise UserError(
-                f"--draft {name}: name {', '.join(HEAD_KINDS)}, mtp, small, {LOOKUP}, substitute or a "
-                "folder"
+                f"--draft {name}: name {', '.join(HEAD_KINDS)}, mtp, small, {LOOKUP}, substitute "
+                "or a folder"
             )
         if name == LOOKUP:
             yield self._candidate(LOOKUP, f"look-up ({LOOKUP})", NOTHING, {"kind": LOOKUP})

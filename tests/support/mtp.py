@@ -1,18 +1,21 @@
-"""Tiny checkpoints with a layer for multi-token prediction (MTP), in the names of each public layout,
-and the slow version of such a layer: transformers' own layer over whole paths."""
+"""Tiny checkpoints with a layer for multi-token prediction (MTP), in the names of each public
+layout, and the slow version of such a layer: transformers' own layer over whole paths."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from support.architectures import VARIED, tiny_config, write_tiny
+from support.gguf_files import _shifted, architecture_of, named, write_gguf
 
 QWEN = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0")
 NEXTN = tuple(f"model.layers.4.{n}" for n in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
@@ -38,10 +41,12 @@ layer; and the fields of a model whose only layer is like it."""
 PLUS_ONE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
-def write_mtp(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> "Slow":
+def write_mtp(
+    kind: str, folder: Path, dtype: torch.dtype = torch.float32, **changed: Any
+) -> "Slow":
     """Write a tiny model of a type with an MTP layer, and return the slow version of the layer."""
     names, fields = LAYOUTS[kind]
-    varied = VARIED.get(kind, {})
+    varied = VARIED.get(kind, {}) | changed
     assert write_tiny(kind, folder, dtype=dtype, **varied)
     alone = folder.parent / f"{folder.name}-alone"
     one = {**varied, **fields, "num_hidden_layers": 1}
@@ -111,3 +116,32 @@ class Slow:
             found.append(int(logits.argmax()))
             tokens, states = [*tokens, found[-1]], torch.cat([states, state[None]])
         return found
+
+
+def write_mtp_gguf(kind: str, folder: Path, file: Path, kinds: Any = None, **more: Any) -> Path:
+    """Write the checkpoint of `write_mtp` as a GGUF file whose last block is the MTP layer; return
+    the folder of the same numbers."""
+    names, _ = LAYOUTS[kind]
+    alone = folder.parent / f"{folder.name}-alone"
+    config = json.loads((alone / "config.json").read_text())
+    architecture, weights = architecture_of(config), load_file(alone / "model.safetensors")
+    whole = load_file(folder / "model.safetensors")
+    own = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
+    extra = {
+        f"blk.4.nextn.{to}.weight": whole[f"{name}.weight"].float().numpy()
+        + (1.0 if kind in PLUS_ONE and "norm" in to else 0.0)
+        for to, name in zip(own, names, strict=False)
+    }
+    for name, (parts, change) in named(config, weights, False, architecture).items():
+        if name.startswith("blk.0."):
+            numbers = change(torch.cat([weights[part].double().flatten() for part in parts]))
+            shift = 1.0 if _shifted(architecture, name) else 0.0
+            extra[f"blk.4.{name[6:]}"] = numbers.float().numpy() + shift
+    trunk = folder.parent / f"{folder.name}-trunk"
+    shutil.copytree(folder, trunk)
+    mtp = [name for name in whole if name.startswith(("mtp.", "model.layers.4.", "model.mtp_"))]
+    kept = {name: tensor for name, tensor in whole.items() if name not in mtp}
+    save_file(kept, trunk / "model.safetensors", metadata={"format": "pt"})
+    facts = {f"{architecture}.block_count": 5, f"{architecture}.nextn_predict_layers": 1}
+    write_gguf(trunk, file, kinds or (lambda *_: Type.F32), extra=extra, **facts, **more)
+    return folder

@@ -185,7 +185,8 @@ def _load(checkpoint: Checkpoint, weights: str, device: Device) -> LanguageModel
         found = resident(checkpoint, wanted, device)
         if isinstance(found, str):
             raise checkpoint.refusal(
-                f"its MTP layer is not computed on {device.name}: {found}; set draft.device to 'cpu'"
+                f"its MTP layer is not computed on {device.name}: {found}; set draft.device to "
+                "'cpu'"
             )
         return found
     if why_not := kernels.why_not():
