@@ -148,6 +148,7 @@ class MtpLayer:
             except CheckpointError as error:
                 said = str(error).replace(f"{folder}/config.json", self.source)
                 said = said.replace(str(folder), self.source)
+                said = said.replace("model.norm", self.layout.norm or "model.norm")
                 raise CheckpointError(said.replace("model.layers.0.", self.layout.layer)) from None
 
     def _refuse_unused(self, checkpoint: Checkpoint) -> None:
@@ -253,12 +254,15 @@ def _read(
         layout.norm is not None,
         *(tensors.get(name) for name in copies.values()),
         layout,
-        _digest(config, own_tensors, own),
+        _digest(config, own_tensors, own, layout.layer),
     )
 
 
 def _digest(
-    config: Mapping[str, Any], tensors: Mapping[str, Stored], own: Mapping[str, Tensor]
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Stored],
+    own: Mapping[str, Tensor],
+    layer: str,
 ) -> str:
     """Return the SHA-256 of a layer; `CheckpointError` for NaN and infinity."""
     whole = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
@@ -275,7 +279,7 @@ def _digest(
         if isinstance(stored, Blocks):
             kind = KINDS[stored.placed.place.kind].name
         if not all_finite(block, kind):
-            raise stored.not_finite(name)
+            raise stored.not_finite(name.replace("model.layers.0.", layer))
         whole.update(block)
     return whole.hexdigest()
 
