@@ -118,9 +118,9 @@ class Slow:
         return found
 
 
-def write_mtp_gguf(kind: str, folder: Path, file: Path, kinds: Any = None, **more: Any) -> Path:
-    """Write the checkpoint of `write_mtp` as a GGUF file whose last block is the MTP layer; return
-    the folder of the same numbers."""
+def write_mtp_gguf(kind: str, folder: Path, file: Path, *, trunk: bool = True, **more: Any) -> None:
+    """Write the checkpoint of `write_mtp` as a GGUF file whose last block is the MTP layer, beside
+    embedding and output head the only one without `trunk`."""
     names, _ = LAYOUTS[kind]
     alone = folder.parent / f"{folder.name}-alone"
     config = json.loads((alone / "config.json").read_text())
@@ -137,11 +137,11 @@ def write_mtp_gguf(kind: str, folder: Path, file: Path, kinds: Any = None, **mor
             numbers = change(torch.cat([weights[part].double().flatten() for part in parts]))
             shift = 1.0 if _shifted(architecture, name) else 0.0
             extra[f"blk.4.{name[6:]}"] = numbers.float().numpy() + shift
-    trunk = folder.parent / f"{folder.name}-trunk"
-    shutil.copytree(folder, trunk)
+    plain = folder.parent / f"{file.stem}-plain"
+    shutil.copytree(folder, plain)
     mtp = [name for name in whole if name.startswith(("mtp.", "model.layers.4.", "model.mtp_"))]
     kept = {name: tensor for name, tensor in whole.items() if name not in mtp}
-    save_file(kept, trunk / "model.safetensors", metadata={"format": "pt"})
+    save_file(kept, plain / "model.safetensors", metadata={"format": "pt"})
     facts = {f"{architecture}.block_count": 5, f"{architecture}.nextn_predict_layers": 1}
-    write_gguf(trunk, file, kinds or (lambda *_: Type.F32), extra=extra, **facts, **more)
-    return folder
+    more["without"] = [f"blk.{at}." for at in range(4)] if not trunk else []
+    write_gguf(plain, file, lambda *_: Type.F32, extra=extra, **facts, **more)

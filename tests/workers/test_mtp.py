@@ -1,6 +1,7 @@
 """MTP layers of every supported family against transformers' own layer over whole paths, in the
 names of each public layout and as GGUF files; and what is refused."""
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ from dovetail.runtime.client import Client
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
-from dovetail.workers.heads.head import Head
+from dovetail.workers.heads.head import Head, classify
 from dovetail.workers.heads.mtp_layers import open_mtp
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Shape
@@ -100,6 +102,42 @@ def test_the_last_block_of_a_gguf_file_is_the_layer_of_its_checkpoint(
     slow = write_mtp(kind, tmp_path / "model", **IN_FILES[kind])
     write_mtp_gguf(kind, tmp_path / "model", file := tmp_path / "model.gguf")
     check(opened(file), slow)
+
+
+@pytest.mark.parametrize("target", ["model", "trunk.gguf"])
+def test_a_file_of_an_mtp_layer_alone_drafts_for_its_target(tmp_path: Path, target: str) -> None:
+    """For a folder of safetensors, too, whatever layer that has."""
+    slow = write_mtp(KIND, tmp_path / "model")
+    write_mtp_gguf(KIND, tmp_path / "model", alone := tmp_path / "mtp-x.gguf", trunk=False)
+    write_mtp_gguf(KIND, tmp_path / "model", tmp_path / "trunk.gguf")
+    assert classify(str(alone)) == "mtp"
+    assert classify(str(tmp_path / target)) is None
+    check(opened(tmp_path / target, source=alone), slow)
+    with pytest.raises(CheckpointError, match="it is a draft head, which --draft takes"):
+        load_language_model(str(alone), weights="fp32", device="cpu")
+
+
+SPECULATORS = {
+    "mtp.fc.": "mtp_layers.0.input_proj.",
+    "mtp.pre_fc_norm_embedding.": "mtp_layers.0.token_layernorm.",
+    "mtp.pre_fc_norm_hidden.": "mtp_layers.0.hidden_layernorm.",
+    "mtp.norm.": "mtp_layers.0.final_layernorm.",
+    "mtp.layers.0.": "mtp_layers.0.",
+}
+"""Parts of Qwen's names, and those of the speculators library."""
+
+
+def test_a_layer_in_the_names_of_speculators_is_the_same(tmp_path: Path) -> None:
+    slow = write_mtp(KIND, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    for part, instead in SPECULATORS.items():
+        own = {name.replace(part, instead): tensor for name, tensor in own.items()}
+    (alone := tmp_path / "alone").mkdir()
+    save_file(own, alone / "model.safetensors", metadata={"format": "pt"})
+    (alone / "config.json").write_text(json.dumps({"speculators_model_type": "mtp"}))
+    assert classify(str(alone)) == "mtp"
+    check(opened(tmp_path / "model", source=alone), slow)
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", KIND])
@@ -253,10 +291,11 @@ def test_text_is_that_of_the_target_alone_also_in_the_next_turn(tmp_path: Path, 
             cases = [(p, t) for p, t in zip(prompts, (0.0, 1.0), strict=True)]
             alone = complete_all(client, [ask(client, *c, speculate=False) for c in cases])
             drafted = complete_all(client, [ask(client, *c, speculate=True) for c in cases])
+            rounds = [sum(end.result.rounds for end in ends) for ends in (drafted, alone)]
+            assert rounds[0] < rounds[1]
             for one, other in zip(alone, drafted, strict=True):
                 assert other.result.token_ids == one.result.token_ids
                 assert one.result.drafted_tokens == 0 < other.result.drafted_tokens
-                assert other.result.rounds < one.result.rounds
             prompts = [
                 [*p, *one.result.token_ids, 9, 10] for p, one in zip(prompts, alone, strict=True)
             ]

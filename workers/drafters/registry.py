@@ -160,6 +160,8 @@ def _open_folder(wanted: Wanted) -> DraftWorker[Any]:
             f"draft.kind = {settings.kind!r}, but {settings.model} is {words}: "
             "leave draft.kind out, or name another folder"
         )
+    if kind == "mtp":
+        return _open_mtp(wanted)
     return _open_small(wanted) if kind is None else _open_head(wanted)
 
 

@@ -5,6 +5,7 @@ head.
 The first level reads the target's state after its final norm, later ones the layer's result after
 the norm: this is how llama.cpp (b11434) runs all families that are supported here."""
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,12 @@ from dovetail.workers.heads.spec import HeadSpec, Shapes
 
 if TYPE_CHECKING:
     from dovetail.workers.heads.parts import Body, HeadParts, Inputs, Outcome
+
+
+FUSION = re.compile(
+    r"(mtp\.fc|layers\.\d+\.eh_proj|mtp_linear_proj\.0|mtp_layers\.0\.input_proj)\.weight"
+)
+"""The names of the matrix that joins embedding and state, without the prefix of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +35,9 @@ class Mtp(HeadKind):
     name, title, spec = "mtp", "MTP", MtpSpec
 
     def recognises(self, shapes: Shapes) -> bool:
-        """Return False: what is a whole model beside them is recognised as that."""
-        return False
+        """Return whether there is an MTP layer without the model that it belongs to."""
+        found = any(FUSION.fullmatch(name) for name in shapes)
+        return found and not any(name.startswith("layers.0.") for name in shapes)
 
     def body(self, parts: "HeadParts") -> "Body":
         import torch

@@ -4,7 +4,6 @@ that layer alone. Safetensors and GGUF."""
 
 import hashlib
 import json
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from dovetail.workers.models.checkpoints.stored import Stored
 ROWS = 512  # rows of the embedding with which the layer is proved
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Keys of the number of MTP layers. Some families have none, and a layer."""
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 UNREAD = ("quantization_config", "compression_config", "architectures", "auto_map")
 """Fields of a configuration that do not hold for the layer: its tensors are decoded."""
 
@@ -188,7 +188,7 @@ def mtp_layer(folder: Path, source: Path | None = None) -> MtpLayer:
         raise CheckpointError(
             f"{named} has {count} MTP layers in a chain, and one is supported; choose another draft"
         )
-    return _read(named, content, kind, layout, tensors)
+    return _read(named, content, kind, layout, tensors, alone=source is not None)
 
 
 def _numbers(layer: str, names: Iterable[str]) -> set[int]:
@@ -204,7 +204,10 @@ def _read(
     kind: str,
     layout: Layout,
     tensors: Mapping[str, Stored],
+    *,
+    alone: bool,
 ) -> MtpLayer:
+    """Return a layer; `alone`: it lies apart from its target, with tables of its own if any."""
     hidden = int(content["hidden_size"])
     own = dict[str, Tensor]()
     for name, shape in (
@@ -252,7 +255,10 @@ def _read(
         own_tensors,
         *own.values(),
         layout.norm is not None,
-        *(tensors.get(name) for name in copies.values()),
+        *(
+            tensors.get(name) or (tensors.get(whole) if alone else None)
+            for name, whole in zip(copies.values(), TABLES, strict=True)
+        ),
         layout,
         _digest(config, own_tensors, own, layout.layer),
     )
@@ -282,9 +288,3 @@ def _digest(
             raise stored.not_finite(name.replace("model.layers.0.", layer))
         whole.update(block)
     return whole.hexdigest()
-
-
-def has_mtp_layer(names: Mapping[str, Any]) -> bool:
-    """Return whether tensors of these names include an MTP layer."""
-    fusions = (re.escape(f"{one.fusion}.weight").replace("N", r"\d+") for one in LAYOUTS)
-    return any(re.fullmatch("|".join(fusions), name) for name in names)
