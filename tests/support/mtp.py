@@ -31,6 +31,7 @@ LAYOUTS: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     "glm4_moe_lite": ((*NEXTN, "model.layers.4"), SPARSE),
     "deepseek_v3": ((*NEXTN, "model.layers.4"), {"first_k_dense_replace": 0}),
     "hy_v3": ((*HUNYUAN, "model.layers.4"), SPARSE),
+    "mellum": (QWEN, {"layer_types": ["sliding_attention"]} | SPARSE),
     "ernie4_5_moe": (
         (*ERNIE, "", "model.mtp_block.0"),
         {"moe_layer_start_index": 1, "moe_layer_end_index": 1},

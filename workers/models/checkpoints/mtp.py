@@ -17,7 +17,6 @@ from torch import Tensor
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import TokenTable
-from dovetail.workers.models.checkpoints.architecture import undecodable
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, stored_tensors
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.configured import configured
@@ -89,13 +88,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe": {"first_k_dense_replace": 0},
     "glm4_moe_lite": SPARSE,
     "hy_v3": SPARSE,
+    "mellum": {"layer_types": ["sliding_attention"], **SPARSE},
     "qwen3_5_moe_text": FULL,
     "qwen3_5_text": FULL,
     "qwen3_next": {**FULL, "mlp_only_layers": [], "decoder_sparse_step": 1},
 }
 """Model type -> the fields of a configuration whose only layer is like the MTP layer."""
-LATER = ("cohere2_moe", "exaone_moe", "mellum", "nemotron_h", "sarvam_moe")
-"""Model types that have MTP layers which are not computed."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,10 @@ def mtp_layer(folder: Path, source: Path | None = None) -> MtpLayer:
         )
     layout = next((one for one in layouts if f"{one.norm}.weight" in tensors), layouts[0])
     if kind not in FAMILIES:
-        raise undecodable(named, kind, "has an MTP layer, which is not computed for this type")
+        raise CheckpointError(
+            f"{named}: the MTP layer of model type {kind} is not computed here, only that of "
+            f"{', '.join(sorted(FAMILIES))}; choose another draft"
+        )
     count = next((content[key] for key in COUNTS if content.get(key)), 1)
     count = max(count, len(_numbers(layout.layer, tensors)))
     if count != 1:
@@ -245,6 +246,8 @@ def _read(
         raise damaged(f"{source} has tensor {strange[0]}, which is not known of an MTP layer")
     config = {key: value for key, value in content.items() if key not in UNREAD}
     config |= FAMILIES[kind]
+    told = {key: content.get(f"mtp_{key}") for key in ("layer_types", "mlp_layer_types")}
+    config |= {key: value for key, value in told.items() if value is not None}
     config |= {key: 0 for key in COUNTS if key in config}
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config |= {"num_hidden_layers": 1, "tie_word_embeddings": True}
