@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from dovetail.protocol.errors import CheckpointError, UserError
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
@@ -83,6 +85,35 @@ def check(head: Head, slow: Slow) -> None:
 def test_a_layer_computes_what_transformers_layer_computes(tmp_path: Path, kind: str) -> None:
     slow = write_mtp(kind, tmp_path / "model")
     check(opened(tmp_path / "model"), slow)
+
+
+OF_TRANSFORMERS = {"mellum": None, "glm4_moe": r"layers\.4\.", "deepseek_v3": r"layers\.4\."}
+"""Model type -> what its class should know of its layer, whose number there is that of a large
+model."""
+
+
+@pytest.mark.parametrize("kind", everyday(OF_TRANSFORMERS, "deepseek_v3"))
+def test_a_layer_computes_what_transformers_multi_token_prediction_does(
+    tmp_path: Path, kind: str
+) -> None:
+    write_mtp(kind, tmp_path / "model")
+    whole = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager", dtype=torch.float32
+    )
+    if (pattern := OF_TRANSFORMERS[kind]) is not None:
+        whole._keys_to_ignore_on_load_unexpected = [pattern]
+    theirs = MtpModel.from_pretrained(whole.eval()).eval()
+    tokens, states = random_rows()
+    given, positions = torch.tensor(tokens), torch.arange(LENGTH)
+    with torch.inference_mode():
+        rows = theirs.forward_layer(
+            0, states[None], 1 + positions[None], None, input_ids=given[None]
+        )
+        expected = theirs._project_to_logits(rows)[0]
+    head = opened(tmp_path / "model")
+    own = [Segment(head.new_cache(LENGTH), 0, LENGTH)]
+    found = head.forward(given, states, positions, own, true=True)
+    torch.testing.assert_close(found.logits, expected, rtol=CLOSE, atol=CLOSE)
 
 
 IN_FILES: dict[str, dict[str, Any]] = {
