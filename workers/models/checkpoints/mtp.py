@@ -49,9 +49,9 @@ class Layout:
 
     def at(self, layers: int) -> "Layout":
         """Return the names in a checkpoint of so many layers."""
-        return Layout(
-            *(None if one is None else one.replace("N", str(layers)) for one in vars(self).values())  # type: ignore[arg-type]
-        )
+        fields = vars(self).items()
+        own = {name: one and one.replace("N", str(layers)) for name, one in fields}
+        return Layout(**own)
 
 
 def _nextn(norm: str) -> Layout:
@@ -252,18 +252,22 @@ def _read(
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config |= {"num_hidden_layers": 1, "tie_word_embeddings": True}
     own_tensors = {**layer, "model.norm.weight": final}
+    embedding, output = (
+        tensors.get(name) or (tensors.get(whole) if alone else None)
+        for name, whole in zip(copies.values(), TABLES, strict=True)
+    )
     return MtpLayer(
         source,
         config,
         own_tensors,
-        *own.values(),
-        layout.norm is not None,
-        *(
-            tensors.get(name) or (tensors.get(whole) if alone else None)
-            for name, whole in zip(copies.values(), TABLES, strict=True)
-        ),
-        layout,
-        _digest(config, own_tensors, own, layout.layer),
+        fusion=own[layout.fusion],
+        embedding_norm=own[layout.embedding_norm],
+        state_norm=own[layout.state_norm],
+        normed=layout.norm is not None,
+        embedding=embedding,
+        output=output,
+        layout=layout,
+        digest=_digest(config, own_tensors, own, layout.layer),
     )
 
 
@@ -277,12 +281,11 @@ def _digest(
     whole = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, tensor in own.items():
         whole.update(f"\0{name}\0".encode())
-        whole.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        whole.update(_bytes_of(tensor))
     for name, stored in sorted(tensors.items()):
         whole.update(f"\0{name}\0{stored.kind}\0{stored.shape}\0".encode())
         if type(stored) not in (Stored, Blocks):  # decoding refuses what is not finite
-            numbers = stored.read(name).contiguous()
-            whole.update(numbers.view(-1).view(torch.uint8).numpy())
+            whole.update(_bytes_of(stored.read(name)))
             continue
         kind, block = stored.kind, stored.content(name)
         if isinstance(stored, Blocks):
@@ -291,3 +294,7 @@ def _digest(
             raise stored.not_finite(name.replace("model.layers.0.", layer))
         whole.update(block)
     return whole.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()).cast("B")
