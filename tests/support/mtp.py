@@ -143,9 +143,6 @@ def write_mtp_gguf(kind: str, folder: Path, file: Path, *, trunk: bool = True, *
     mtp = [name for name in whole if name.startswith(("mtp.", "model.layers.4.", "model.mtp_"))]
     kept = {name: tensor for name, tensor in whole.items() if name not in mtp}
     save_file(kept, plain / "model.safetensors", metadata={"format": "pt"})
-    facts: dict[str, Any] = {
-        f"{architecture}.block_count": 5,
-        f"{architecture}.nextn_predict_layers": 1,
-    }
+    more |= {f"{architecture}.block_count": 5, f"{architecture}.nextn_predict_layers": 1}
     more["without"] = [f"blk.{at}." for at in range(4)] if not trunk else []
     write_gguf(plain, file, lambda *_: Type.F32, extra=extra, **more)

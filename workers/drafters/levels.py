@@ -12,8 +12,8 @@ from dovetail.protocol.settings import DraftSettings
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.mtp import mtp_layer
 from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.mtp import mtp_layer
 
 if TYPE_CHECKING:
     from dovetail.workers.heads.head import Head

@@ -129,8 +129,8 @@ def halves(
     if plan.gate_up is None and plan.experts is None:
         return HeadLayer(run_of(plan), None)
     attend = replace(plan, gate_up=None, down=None, mlp_norm=None, experts=None)
-    without = dict.fromkeys(("qkv", "output", "attention_norm", "latent", "mixer_gate"))
-    behind = run_of(replace(plan, **without, given=0))
+    rest = replace(plan, qkv=None, output=None, attention_norm=None, given=0)
+    behind = run_of(replace(rest, latent=None, mixer_gate=None))
 
     def mlp(states: Tensor) -> None:
         behind(some(len(states)), states, None)

@@ -23,10 +23,10 @@ from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.loader import open_skeleton
-from dovetail.workers.models.checkpoints.mtp import mtp_layer
 from dovetail.workers.models.checkpoints.quantised.searched import in_blocks
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import resident
+from dovetail.workers.models.mtp import mtp_layer
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.models.wanted import Wanted, type_of

@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,9 @@ class Layout:
     layer: str  # the prefix of the decoder layer
 
     def at(self, layers: int) -> "Layout":
-        """Return the names in a checkpoint of so many layers."""
-        fields = vars(self).items()
-        own = {name: one and one.replace("N", str(layers)) for name, one in fields}
-        return Layout(**own)
+        """Return the names in a checkpoint with this number of layers."""
+        own: dict[str, Any] = vars(self)
+        return replace(self, **{n: s and s.replace("N", str(layers)) for n, s in own.items()})
 
 
 def _nextn(norm: str) -> Layout:
@@ -296,5 +295,6 @@ def _digest(
     return whole.hexdigest()
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()).cast("B")
+def _bytes_of(tensor: Tensor) -> bytes:
+    numbers: bytes = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return numbers
