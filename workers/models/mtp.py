@@ -72,7 +72,9 @@ LAYOUTS = (
         "model.mtp_block.0.",
     ),
     Layout(
-        *(f"mtp_layers.0.{name}" for name in ("input_proj", "token_layernorm", "hidden_layernorm")),
+        "mtp_layers.0.input_proj",
+        "mtp_layers.0.token_layernorm",
+        "mtp_layers.0.hidden_layernorm",
         "mtp_layers.0.final_layernorm",
         "mtp_layers.0.",
     ),
