@@ -65,7 +65,7 @@ def write_mtp(
     tensors = whole | {name: tensor.to(dtype) for name, tensor in added.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    count = "mtp_num_hidden_layers" if names is QWEN else "num_nextn_predict_layers"
+    count = "mtp_num_hidden_layers" if kind in PLUS_ONE else "num_nextn_predict_layers"
     (folder / "config.json").write_text(json.dumps(config | {count: 1}))
     return Slow(kind, alone, {name: t.to(dtype).float() for name, t in tensors.items()}, names)
 
