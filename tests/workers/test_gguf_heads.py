@@ -132,16 +132,6 @@ def test_a_head_that_cannot_be_read_is_refused_by_the_name_of_its_file(
     assert "\n" not in str(refusal.value)
 
 
-def test_layers_that_predict_further_tokens_are_no_target(tmp_path: Path, write: Write) -> None:
-    file = tmp_path / "mtp-head.gguf"
-    folder = write_head(tmp_path / "head", HEAD)
-    write_gguf_head(
-        folder, file, architecture="qwen35", block="3", block_count=4, nextn_predict_layers=1
-    )
-    with pytest.raises(CheckpointError, match="has only layers that predict further tokens"):
-        classify(str(file))
-
-
 def test_a_head_is_no_target(write: Write) -> None:
     file, _ = write()
     with pytest.raises(CheckpointError, match="it is a draft head, which --draft takes") as refusal:
