@@ -220,7 +220,11 @@ def read_method(base: Configuration, text: str) -> Method:
             origin,
             {
                 "draft.kind": head,
-                **({"draft.model": ""} if head in ("ngram", "substitute", *HEAD_KINDS) else {}),
+                **(
+                    {"draft.model": ""}
+                    if head in ("mtp", "ngram", "substitute", *HEAD_KINDS)
+                    else {}
+                ),
             },
         )
     elif head.endswith(".toml"):

@@ -334,10 +334,10 @@ def _check(configuration: Configuration) -> None:
 
 
 def _has_draft(configuration: Configuration) -> bool:
-    """True if there is a draft to measure: a substitute, a named small model or head, or the
-    embedded draft of the embedded target."""
+    """True if there is a draft to measure: a substitute, an MTP layer, a named small model or
+    head, or the embedded draft of the embedded target."""
     draft = configuration.settings.draft
-    return draft.kind == "substitute" or (
+    return draft.kind in ("mtp", "substitute") or (
         draft.kind in ("auto", "small", *HEAD_KINDS)
         and bool(draft.model or not configuration.settings.target.model)
     )

@@ -304,7 +304,7 @@ def as_before(
         values |= {n: v for n, v in values_of(reads).items() if n in TARGETS_OWN}
     elif role == "draft" and not configuration.given("target.model"):
         kind = configuration.given("draft.kind") and configuration.settings.draft.kind
-        if kind in (*HEAD_KINDS, "substitute"):
+        if kind in (*HEAD_KINDS, "mtp", "substitute"):
             raise UserError(
                 f"a {kind} draft reads its target, whose model is not known here: give it with "
                 "--target MODEL"

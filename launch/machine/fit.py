@@ -23,6 +23,7 @@ from dovetail.workers.models.checkpoints.footprint import (
     head_footprint,
     host_footprint,
     in_pieces,
+    mtp_footprint,
     read_tensors,
     rearranged,
     sizes_in,
@@ -197,6 +198,10 @@ def _draft_need(settings: Settings, target: Sequence[Tensor]) -> Iterator[Need]:
         if target:
             yield Need("the substitute", substitute_footprint(target, _bits(settings)))
         return
+    if settings.draft.kind == "mtp":
+        if target:
+            yield Need("the MTP layer", mtp_footprint(target))
+        return
     draft = with_draft(settings.draft)
     folder = _folder(draft.model)
     if folder is None or not (tensors := read_tensors(folder)):
@@ -229,7 +234,7 @@ def _smaller(settings: Settings, roles: Sequence[str]) -> Iterator[tuple[str, st
         tensors = [] if folder is None else read_tensors(folder)
         types = types_below(target.weights, tensors, library=_by_library(settings, tensors))
         smaller += [("target", weights) for weights in types]
-    if "draft" in roles and settings.draft.kind not in ("none", "ngram", "substitute"):
+    if "draft" in roles and settings.draft.kind not in ("mtp", "ngram", "none", "substitute"):
         smaller += [("draft", "fp16"), ("draft", "int8")]
     for part, weights in smaller:
         own = getattr(settings, part).model_copy(update={"weights": weights})

@@ -176,6 +176,11 @@ PUBLISHED = {
         "the decay" + BENCH,
         0.8,
     ),
+    "mtp": Published(
+        2.94,
+        Tree("dynamic", 3, 3, 1),
+        "ROCm/ATOM pull request 1764: DeepSeek-R1, chains of three tokens",
+    ),
     "substitute": Published(
         27.08, Tree("beam", 288, 48, 6), "SubSpec paper, Table 5: Qwen2.5 7B" + BENCH, 0.8
     ),

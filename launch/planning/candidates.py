@@ -142,8 +142,8 @@ class Reader:
             return
         if name == "auto":
             raise UserError(
-                f"--draft {name}: name {', '.join(HEAD_KINDS)}, small, {LOOKUP}, substitute or a "
-                "folder"
+                f"--draft {name}: name {', '.join(HEAD_KINDS)}, mtp, small, {LOOKUP}, substitute "
+                "or a folder"
             )
         if name == LOOKUP:
             yield self._candidate(LOOKUP, f"look-up ({LOOKUP})", NOTHING, {"kind": LOOKUP})
@@ -157,6 +157,8 @@ class Reader:
             if weights != "auto" and weights not in BITS:
                 raise UserError(f"draft.weights = {weights!r}: a substitute has {', '.join(BITS)}")
             yield self._substitute()
+        elif name == "mtp":
+            yield self._candidate(name, "MTP layer", head_size(self._target, 1), {"kind": name})
         elif name in DRAFT_KINDS and self._embedded and self._is_embedded(name):
             yield self._folder(with_draft(DraftSettings(kind=name)).model, {"kind": name})
         elif name == "small":

@@ -223,7 +223,7 @@ class Subject:
 
         target = with_target(self.configuration.settings.target)
         weights = weight_paths(Path(target.model).expanduser())
-        if candidate.kind == "substitute" and not any(weights):
+        if candidate.kind in ("mtp", "substitute") and not any(weights):
             return None
         opened = open_device(self._place_of(candidate), len(layout.draft.cores))
         found = expected_levels(

@@ -4,6 +4,7 @@ started or torch is imported. The listening process or the worker makes the fina
 import errno
 import json
 import socket
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -258,6 +259,8 @@ def draft_bytes(settings: Settings) -> int:
     if draft.kind == "substitute" and whole is not None:
         bits = int((draft.weights if draft.weights != "auto" else "int4").removeprefix("int"))
         return substitute_bytes(whole, bits, device)
+    if draft.kind == "mtp" and whole is not None:
+        return placement.draft_bytes(replace(whole, layers=1), device)
     if own is None:
         return 0
     return placement.draft_bytes(own, device) + _bytes_beyond(own, draft, target)

@@ -334,7 +334,7 @@ def _opener(
 
 def model_of(configuration: Configuration, role: Role) -> str:
     settings = configuration.settings
-    if role == "draft" and settings.draft.kind != "substitute":
+    if role == "draft" and settings.draft.kind not in ("mtp", "substitute"):
         return with_draft(settings.draft).model
     return with_target(settings.target).model
 

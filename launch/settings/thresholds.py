@@ -99,6 +99,8 @@ def draft_facts(draft: DraftSettings) -> dict[str, str]:
     weights."""
     if draft.kind == "substitute":
         return {"draft": f"substitute ({draft.weights})", "draft_sha256": ""}
+    if draft.kind == "mtp" and not draft.model:
+        return {"draft": "the target's MTP layer", "draft_sha256": ""}
     source = with_draft(draft).model
     folder = Path(source).expanduser()
     ours = folder.is_relative_to(DEMO_FOLDER)
@@ -131,7 +133,7 @@ def _is_same(facts: Mapping[str, str], made_for: Mapping[str, Any]) -> bool:
 
 def _shipped(settings: Settings) -> Path | None:
     draft = settings.draft
-    if draft.kind == "substitute":
+    if draft.kind in ("mtp", "substitute"):
         return None
     file = DEMO_FOLDER / f"thresholds-{draft.kind if draft.kind in HEAD_KINDS else 'small'}.toml"
     return file if not settings.target.model and not draft.model and file.is_file() else None

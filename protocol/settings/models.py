@@ -27,7 +27,7 @@ class DraftTraits:
 DRAFT_KINDS: dict[str, DraftTraits] = {
     **dict.fromkeys(("auto", "small", *HEAD_KINDS), DraftTraits()),
     "ngram": DraftTraits(own_model=False, draws=False, any_policy=False),
-    **dict.fromkeys(("substitute", "none"), DraftTraits(own_model=False)),
+    **dict.fromkeys(("mtp", "substitute", "none"), DraftTraits(own_model=False)),
 }
 """All kinds of drafts; `workers/drafters/registry.py` opens them."""
 WEIGHTS = ("fp32", "half", "int8", "int4", "file", "bf16", "int8-per-tensor")
@@ -184,6 +184,7 @@ class DraftSettings(Frozen):
         "auto",
         description="auto (recognised from the folder), small (a smaller model), a head of the "
         f"target's ({', '.join(HEAD_KINDS)}), "
+        "mtp (the target's layer for multi-token prediction), "
         "ngram (looks up earlier text), substitute (the target itself in a few bits) "
         "or none (the target alone)",
     )

@@ -502,6 +502,7 @@ def as_ling(twin: Path) -> Path:
         "head_dim": glm["hidden_size"] // glm["num_attention_heads"],
         "rope_theta": glm["rope_parameters"]["rope_theta"],
     }
+    own["num_nextn_predict_layers"] = 1
     (twin / "config.json").write_text(json.dumps(LING | own))
     tensors, found = load_file(twin / "model.safetensors"), {}
     for name, tensor in tensors.items():
@@ -513,6 +514,12 @@ def as_ling(twin: Path) -> Path:
         for part, ling in LING_NAMES.items():
             name = name.replace(part, ling)
         found[name] = tensor
+    layers = glm["num_hidden_layers"]
+    found |= {  # a layer for multi-token prediction, which is left out
+        name.replace(".0.", f".{layers}.", 1): tensor.clone()
+        for name, tensor in found.items()
+        if name.startswith("model.layers.0.")
+    }
     save_file(found, twin / "model.safetensors", metadata={"format": "pt"})
     return twin
 
@@ -534,7 +541,6 @@ def test_a_ling_with_a_field_that_is_not_computed_is_refused(tmp_path: Path) -> 
         ({"use_bias": True}, "its use_bias is True, which is not supported"),
         ({"score_function": "softmax"}, "its score_function is 'softmax', which"),
         ({"moba_topk": 4}, "its moba_topk is 4, which is not supported"),
-        ({"num_nextn_predict_layers": 1}, "its num_nextn_predict_layers is 1, which"),
         ({"partial_rotary_factor": None}, "its configuration has no partial_rotary_factor"),
         ({"architectures": ["BailingMoeForCausalLM"]}, "needs its own program code"),
     ]:

@@ -12,6 +12,7 @@ from dovetail.protocol.settings import DraftSettings
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.mtp import mtp_layer
 from dovetail.workers.models.language_model import LanguageModel
 
 if TYPE_CHECKING:
@@ -44,9 +45,11 @@ def expected_levels(
     known = [entry for entry in load_profile(profile).entries if entry.levels is not None]
     if not known:
         return None
-    digest = open_weights(
-        find_folder(target if settings.kind == "substitute" else settings.model)
-    ).digest
+    if settings.kind == "mtp":
+        digest = mtp_layer(find_folder(target)).digest
+    else:
+        source = target if settings.kind == "substitute" else settings.model
+        digest = open_weights(find_folder(source)).digest
     shapes = shapes_key((), digest, vocabulary_size)
     fitting = [
         entry

@@ -160,6 +160,8 @@ def _open_folder(wanted: Wanted) -> DraftWorker[Any]:
             f"draft.kind = {settings.kind!r}, but {settings.model} is {words}: "
             "leave draft.kind out, or name another folder"
         )
+    if kind == "mtp":
+        return _open_mtp(wanted)
     return _open_small(wanted) if kind is None else _open_head(wanted)
 
 
@@ -352,6 +354,30 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     return on_device(DraftWorker(engine, identity, spans))
 
 
+def _open_mtp(wanted: Wanted) -> DraftWorker[Any]:
+    from dovetail.workers.drafters.head import HeadDrafter
+    from dovetail.workers.drafters.weights import check_type
+    from dovetail.workers.heads.mtp_layers import open_mtp
+
+    settings = wanted.settings
+    device = wanted.open_device()
+    check_type(device, settings.weights)
+    target = replace(wanted, settings=settings.model_copy(update={"model": wanted.target}))
+    weights = _small_weights(target, device) if settings.weights == "auto" else settings.weights
+    head = open_mtp(
+        settings.model or wanted.target,
+        target=wanted.target,
+        weights=weights,
+        device=device,
+        context=wanted.context,
+    )
+    spans = Spans()
+    engine = HeadDrafter(head, spans, contrast=False, ahead=settings.ahead is not False)
+    called = settings.model or f"the MTP layer of {wanted.target}"
+    identity = wanted.identity(head, device, called, context=head.spec.context)
+    return on_device(DraftWorker(engine, identity, spans))
+
+
 def on_device(worker: DraftWorker[Any]) -> DraftWorker[Any]:
     """Let a worker drop kept sessions when its device runs out of memory, and return it."""
     from dovetail.workers.devices.memory import HELD
@@ -366,6 +392,7 @@ OPENERS: dict[str, Opener] = {
     "substitute": _open_substitute,
     "auto": _open_folder,
     "small": _open_folder,
+    "mtp": _open_mtp,
     **dict.fromkeys(HEAD_KINDS, _open_folder),
 }
 """Every `draft.kind` but `none`."""

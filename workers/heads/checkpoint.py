@@ -28,6 +28,7 @@ from dovetail.workers.kernels.exact import ExactPowers
 from dovetail.workers.models import transformers
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.checkpoint import stored_tensors
+from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.view import blaming_the_file, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
@@ -59,17 +60,17 @@ def open_head_checkpoint(
     files = open_files(source, allow_bin=allow_bin)
     with blaming_the_file(files.folder):
         try:
-            return _read(spelled(source), files, _Target(target), weights)
+            return _read(spelled(source), files, Target(target), weights)
         except MisfitError as error:
             raise CheckpointError(f"{spelled(source)} {error}") from None
 
 
-class _Target:
+class Target:
     """The target's shape, and the tensors that a head may share with it, read on demand."""
 
     def __init__(self, source: str) -> None:
         folder = find_folder(source)
-        config = read_json(folder / "config.json")
+        config = text_part(read_json(folder / "config.json"))
         refuse_content(config, folder / "config.json")
         self._stored = stored_tensors(folder)
         self._embedding = next((name for name in EMBEDDINGS if name in self._stored), "")
@@ -125,7 +126,7 @@ def read_shared(stored: Stored, name: str, *, checked: bool = False) -> Tensor:
     return found.half() if decoded and found.numel() > LARGE else found
 
 
-def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadCheckpoint:
+def _read(source: str, files: HeadFiles, target: Target, weights: str) -> HeadCheckpoint:
     kind = kind_of_tensors(files.shapes)
     if kind is None:
         raise MisfitError(
@@ -196,9 +197,7 @@ def _refuse_types(types: Mapping[str, torch.dtype | None]) -> None:
         )
 
 
-def _feature_type(
-    weights: str, files: HeadFiles, target: _Target
-) -> Literal["float16", "bfloat16"]:
+def _feature_type(weights: str, files: HeadFiles, target: Target) -> Literal["float16", "bfloat16"]:
     """Return the requested type, else that of the head's matrices, else the target's: residual
     streams of a bf16 model can exceed fp16."""
     if weights in ("fp16", "bf16"):
@@ -210,7 +209,7 @@ def _feature_type(
 
 
 def _shared(
-    source: str, spec: HeadSpec, embedding: Tensor | None, output: Tensor | None, target: _Target
+    source: str, spec: HeadSpec, embedding: Tensor | None, output: Tensor | None, target: Target
 ) -> tuple[Tensor, Tensor]:
     """Return the embedding and the output head, the head's own where it has them; equal ones become
     one tensor."""

@@ -38,6 +38,7 @@ from dovetail.workers.models.families.description import Attention, Growth, Rope
 from dovetail.workers.models.segment import Cache, Segment
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+PRECISE = {"int4": "int8"}  # types of weights -> those of matrices that 4 bits would spoil
 LEAST_ANGLES = 1024  # positions whose angles are computed at first; the table grows on demand
 Run = Callable[[Any, Tensor, Tensor | None], None]
 """A layer, in place: (the rows of a pass, states [T, H], input of attention in place of the
@@ -121,14 +122,15 @@ def _plan(
     return plan_of(parts, index, noted, matrices, _Turned(rotary), Kind.FP32)
 
 
-def _halves(
+def halves(
     plan: LayerPlan, run_of: Callable[[LayerPlan], Run], some: Callable[[int], Any]
 ) -> HeadLayer:
     """Return the halves of a layer. `some`: makes the rows of the MLP's, which needs no cache."""
-    if plan.gate_up is None:
+    if plan.gate_up is None and plan.experts is None:
         return HeadLayer(run_of(plan), None)
-    attend = replace(plan, gate_up=None, down=None, mlp_norm=None)
-    behind = run_of(replace(plan, qkv=None, output=None, attention_norm=None, given=0))
+    attend = replace(plan, gate_up=None, down=None, mlp_norm=None, experts=None)
+    without = dict.fromkeys(("qkv", "output", "attention_norm", "latent", "mixer_gate"))
+    behind = run_of(replace(plan, **without, given=0))
 
     def mlp(states: Tensor) -> None:
         behind(some(len(states)), states, None)
@@ -156,6 +158,10 @@ class HeadKernels(KernelEngine):
         """x W^T + b for weight [out, in], stored in this head's type of weights."""
         return pack_matrix(weight, bias, self._weights).linear
 
+    def precise(self, weight: Tensor) -> Product:
+        """Return the product with a matrix that 4 bits would spoil."""
+        return pack_matrix(weight, None, PRECISE.get(self._weights, self._weights)).linear
+
     def norm(self, weight: Tensor, epsilon: float) -> Product:
         """Return the RMS norm of rows."""
         norm = Norm(weight.float().contiguous())
@@ -173,7 +179,7 @@ class HeadKernels(KernelEngine):
         }
         plan = _plan(parts, index, matrices, self._rotary)
         self._plans.append(plan)
-        return _halves(
+        return halves(
             plan, self._run_of, lambda count: LayerPass(torch.zeros(count, dtype=torch.int64), [])
         )
 
@@ -241,6 +247,12 @@ class HeadTorch(TorchEngine):
         matrix = weight.to(TYPES.get(self._weights, weight.dtype)).float().contiguous()
         return lambda x: linear(x, matrix, offset)
 
+    def precise(self, weight: Tensor) -> Product:
+        kind = PRECISE.get(self._weights, self._weights)
+        if self.device.type == "cpu" and kind != "int8":
+            return self.linear(weight)
+        return device_product(weight, None, kind, self.device, exact=self._exact)
+
     def norm(self, weight: Tensor, epsilon: float) -> Product:
         return DeviceNorm(NormKind.RMS, Norm(weight.float()), epsilon, self.device, self.parts)
 
@@ -257,7 +269,7 @@ class HeadTorch(TorchEngine):
         self.take(plan)
         self._plans.append(plan)
         products = {name: self.linear(*both) for name, both in joined.items()}
-        return _halves(plan, partial(self._run_of, products), lambda _count: None)
+        return halves(plan, partial(self._run_of, products), lambda _count: None)
 
     def _run_of(self, products: Mapping[str, Product], plan: LayerPlan) -> Run:
         layer = DeviceLayer(plan, self.device, self.parts)

@@ -7,10 +7,11 @@ from dovetail.workers.heads.eagle import EAGLE
 from dovetail.workers.heads.eagle3 import EAGLE3
 from dovetail.workers.heads.jakiro import JAKIRO, JAKIRO_STAR
 from dovetail.workers.heads.kind import HeadKind
+from dovetail.workers.heads.mtp import MTP
 from dovetail.workers.heads.spec import Shapes, plain_name
 
 KINDS: dict[str, HeadKind] = {
-    kind.name: kind for kind in (DOVETAIL, JAKIRO_STAR, JAKIRO, EAGLE3, EAGLE)
+    kind.name: kind for kind in (DOVETAIL, JAKIRO_STAR, JAKIRO, EAGLE3, EAGLE, MTP)
 }
 """All kinds of heads. The first one that recognises a checkpoint's tensors, or the name in its
 config.json, is taken, so the more specific of two kinds comes first."""

@@ -214,7 +214,7 @@ def _on_gpu(
     why_not = ""
     if draft is not None and wanted.weights in (*RESIDENT_TYPES, *FILE_KINDS):
         _check_fits(checkpoint, wanted.weights, device)
-        found = _resident(checkpoint, wanted, draft)
+        found = resident(checkpoint, wanted, draft)
         if isinstance(found, LanguageModel):
             return found
         why_not = found
@@ -269,7 +269,7 @@ def _check_fits(checkpoint: Checkpoint, weights: str, device: torch.device) -> N
         raise checkpoint.refusal(why)
 
 
-def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> LanguageModel | str:
+def resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> LanguageModel | str:
     """Return a draft whose described layers all lie on its device; or why that is impossible."""
     if why_not := against_kernels(wanted):
         return why_not

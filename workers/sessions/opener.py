@@ -99,7 +99,7 @@ class Opener:
             session.cache,
             order.round,
             reads=order.features,
-            features_from=order.features_from or 0,
+            features_from=order.kept if order.features_from is None else order.features_from,
             scored=(order.logprobs or 0) if order.scored else None,
             apart=self._rows_apart(order, session.cache),
         )

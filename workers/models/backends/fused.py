@@ -61,7 +61,7 @@ from dovetail.workers.models.families.description import Attention, Latent, Laye
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
-from dovetail.workers.models.states import LAST, ModelPass, keeping
+from dovetail.workers.models.states import LAST, Kept, ModelPass, keeping
 
 VERSION = "dovetail-4"  # the version of the functions, to the last bit; part of fingerprints
 
@@ -113,6 +113,26 @@ class Kernels:
         self._layout = CacheLayout()
         self._taken = 0
         self.noted: list[Noted] = []  # the attention that each layer asks for
+
+    @property
+    def described(self) -> LayerSpec:
+        """Return the description of the first layer."""
+        return self._family.layer(self._model.config, 0)
+
+    @property
+    def plans(self) -> Sequence[LayerPlan]:
+        """Return the layers."""
+        return self._layout.plans
+
+    def norm(self, states: Tensor) -> Tensor:
+        """Return states [T, hidden] after the final norm."""
+        normed: Tensor = self._norm(states)
+        return normed
+
+    def run(self, states: Tensor, positions: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Return states [T, hidden] after all layers, without embedding and norm."""
+        ran: Tensor = self._fused.run(states, self._see(positions, segments), Kept(set()))
+        return ran
 
     @property
     def angles(self) -> Mapping[str, tuple[Sequence[float], float]]:
@@ -190,7 +210,7 @@ class Kernels:
             if isinstance(module, nn.ModuleList) and len(module) == self._taken:
                 setattr(base, name, nn.ModuleList([self._loop(self._fused)]))
         name, norm = final_norm(base)
-        norms = self._family.layer(self._model.config, 0).norms
+        norms = self.described.norms
         kind, epsilon, numbers = norms.kind, norms.epsilon, described_norm(norm, norms)
         self._norm = self._final_norm(kind, numbers, epsilon)
         setattr(base, name, self._norm)

@@ -155,11 +155,12 @@ def open_weights(folder: Path, *, wait: bool = True) -> Weights:
     return Weights(folder, digesting, renamed(content, tensors))
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Return where a folder's tensors are, from headers only; their values are not checked."""
+def stored_tensors(folder: Path, *, mtp: bool = False) -> dict[str, Stored]:
+    """Return where a folder's tensors are, from headers only; their values are not checked. `mtp`:
+    with the MTP layers of a GGUF file, which safetensors always include."""
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
-    tensors = decoded(text_part(content), _read_headers(folder)[1])
+    tensors = decoded(text_part(content), _read_headers(folder, mtp=mtp)[1])
     return renamed(content, _apart(text_part(content), tensors))
 
 
@@ -214,10 +215,12 @@ def _apart(config: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, S
     return found
 
 
-def _read_headers(folder: Path) -> tuple[list[DigestSource], dict[str, Stored]]:
+def _read_headers(
+    folder: Path, *, mtp: bool = False
+) -> tuple[list[DigestSource], dict[str, Stored]]:
     """The weight files of a folder, and the places of all their tensors."""
     if (model := model_of(folder)) is not None:
-        return [source_of(head) for head in model.heads], stored_in(model)
+        return [source_of(head) for head in model.heads], stored_in(model, mtp=mtp)
     read = [_read_header(file) for file in weight_files(folder)]
     tensors = {name: stored for _, tensors in read for name, stored in tensors.items()}
     return [source for source, _ in read], tensors

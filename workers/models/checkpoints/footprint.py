@@ -297,6 +297,16 @@ def head_footprint(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Footp
     return Footprint(PROCESS_BYTES, sum(tensor.stored_bytes for tensor in whole))
 
 
+def mtp_footprint(target: Sequence[Tensor]) -> Footprint:
+    """Return the memory of the process of a target's MTP layer, which is like its largest layer."""
+    own = [tensor for tensor in target if not tensor.name.startswith("mtp.")]
+    return head_footprint(max(layers_in(own), key=_stored_bytes, default=[]), target)
+
+
+def _stored_bytes(layer: Sequence[Tensor]) -> int:
+    return sum(tensor.stored_bytes for tensor in layer)
+
+
 def tables_lacking(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the parts of a target's embedding and output head that a draft head lacks."""
     lacks = [

@@ -23,14 +23,13 @@ _ONLY = {
     **dict.fromkeys(("use_rmsnorm", "norm_topk_prob", "moe_router_enable_expert_bias"), True),
     "score_function": "sigmoid",
     "router_dtype": "fp32",
-    "num_nextn_predict_layers": 0,
 }
 """Fields of which one value is supported: that of the published models."""
 _UNREAD = (
     *("_name_or_path", "architectures", "auto_map", "model_type", "transformers_version"),
     *("attention_dropout", "embedding_dropout", "output_dropout", "initializer_range"),
     *("max_window_layers", "mtp_loss_scaling_factor", "output_router_logits", "use_cache"),
-    *("moe_shared_expert_intermediate_size", "rotary_dim"),
+    *("moe_shared_expert_intermediate_size", "num_nextn_predict_layers", "rotary_dim"),
 )
 """Fields that do not affect replies."""
 _RENAMED = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}

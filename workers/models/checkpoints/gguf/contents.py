@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite, prod
 from typing import Any
@@ -15,7 +16,7 @@ from dovetail.workers.models.checkpoints.gguf.facts import Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, Described
 from dovetail.workers.models.checkpoints.gguf.names import MARK
-from dovetail.workers.models.checkpoints.gguf.placing import placed_in
+from dovetail.workers.models.checkpoints.gguf.placing import Placed, placed_in
 from dovetail.workers.models.checkpoints.gguf.vocabulary import Vocabulary, read_vocabulary
 
 SAMPLING = {
@@ -35,21 +36,17 @@ def contents_of(model: Model) -> tuple[dict[str, str], TokenTable | None]:
     `CheckpointError` for unsupported models."""
     facts = Facts(model)
     refuse_head(facts)
+    if facts.only_mtp:  # whose configuration is its target's
+        return {
+            "config.json": json.dumps({"model_type": "mtp"}),
+            MARK: json.dumps(_mark(model, placed_in(model))),
+        }, None
     if (make := HEADS.get(facts.architecture) or CONFIGURATIONS.get(facts.architecture)) is None:
         raise facts.undescribed()
     config = make(facts)
     facts.refuse_more()
     tensors = placed_in(model)
-    files = [{"path": str(h.file.absolute()), "identity": asdict(h.identity)} for h in model.heads]
-    mark = {
-        "files": files,
-        "mix": _mix(model),
-        "notes": _notes(model),
-        "tensors": {
-            name: Described(placed.kind, placed.shape, placed.packed_bytes, placed.place.kind)
-            for name, placed in tensors.items()
-        },
-    }
+    mark = _mark(model, tensors)
     if facts.architecture in HEADS:
         return {"config.json": json.dumps(config), MARK: json.dumps(mark)}, None
     vocabulary = read_vocabulary(model)
@@ -69,6 +66,20 @@ def contents_of(model: Model) -> tuple[dict[str, str], TokenTable | None]:
         name: json.dumps(content, ensure_ascii=False) for name, content in contents.items()
     }
     return files_by_name, TokenTable.described(vocabulary.content)
+
+
+def _mark(model: Model, tensors: Mapping[str, Placed]) -> dict[str, Any]:
+    """The file that describes a view's source."""
+    files = [{"path": str(h.file.absolute()), "identity": asdict(h.identity)} for h in model.heads]
+    return {
+        "files": files,
+        "mix": _mix(model),
+        "notes": _notes(model),
+        "tensors": {
+            name: Described(placed.kind, placed.shape, placed.packed_bytes, placed.place.kind)
+            for name, placed in tensors.items()
+        },
+    }
 
 
 def _mix(model: Model) -> str:

@@ -60,6 +60,7 @@ EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 """An architecture uses the one for its kind of norms; converters write both."""
 WINDOW = "attention.sliding_window"
 PARALLEL = ("phi2", "cohere2")  # attention and MLP are parallel; llama.cpp reads no key for it
+MOST_LAYERS = 1 << 16
 LARGEST = 1 << 32  # the largest whole number in a file's architecture, which has 32 bits
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"
@@ -76,13 +77,17 @@ GUESSING = frozenset(
 class Facts:
     """The facts of a model under `general.architecture`, and its tensors by name."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, mtp: bool = False) -> None:
+        """`mtp`: count MTP layers among the model's, as for a file that has no others."""
         self.model = model
         self.architecture = str(model.facts["general.architecture"])
         self.tensors: Mapping[str, Place] = {
             place.name: place for head in model.heads for place in head.tensors
         }
         self._prefix = f"{self.architecture}."
+        trunk = any(name.startswith("blk.0.") for name in self.tensors)
+        self.only_mtp = not trunk and bool(model.facts.get(f"{self._prefix}{GUESSES}"))
+        self._mtp = mtp or self.only_mtp
         self._asked: set[str] = set(HARMLESS)
         self._needed: set[str] = set()
 
@@ -143,14 +148,16 @@ class Facts:
 
     @property
     def layers(self) -> int:
-        """Return the layers that a token passes; prediction layers may follow in the file."""
+        """Return the layers that a token passes; MTP layers may follow in the file."""
         guesses = self.whole(GUESSES, 0)
         if guesses and self.architecture not in GUESSING:
             raise self.refusal(f"{self._prefix}{GUESSES} is {guesses}, but such layers are missing")
-        found = self.whole("block_count") - guesses
+        found = self.whole("block_count") - (0 if self._mtp else guesses)
         if found < 1 or guesses < 0:
             raise self.refusal(f"it has {found} layers")
-        if found > len(self.tensors):  # and no list is made of as many
+        if found > (
+            MOST_LAYERS if self._mtp else len(self.tensors)
+        ):  # and no list is made of as many
             raise self.refusal(f"it declares {found} layers, and has fewer tensors")
         return found
 

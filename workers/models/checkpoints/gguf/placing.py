@@ -11,6 +11,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.namings import (
     KEYS_UP,
     LOWER,
     MERGED,
+    MTP,
     NAMINGS,
     NOT_READ,
     UPPER,
@@ -92,9 +93,10 @@ class Placed:
         return shape
 
 
-def placed_in(model: Model) -> dict[str, Placed]:
-    """Return a model's tensors by transformers' names; `CheckpointError` for an unknown tensor."""
-    facts = Facts(model)
+def placed_in(model: Model, *, mtp: bool = False) -> dict[str, Placed]:
+    """Return a model's tensors by transformers' names, with its MTP layers if `mtp`;
+    `CheckpointError` for an unknown tensor."""
+    facts = Facts(model, mtp=mtp)
     naming, layers, blocks = naming_of(facts), facts.layers, facts.whole("block_count")
     if beyond := next((name for name in facts.tensors if _layer_of(name) >= blocks), None):
         raise facts.refusal(f"tensor {beyond} is of a layer beyond its {blocks} (block_count)")
@@ -198,6 +200,8 @@ def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, 
     elif known and name == "attn_qkv" and "attn_q" in naming.layer:
         for own, rows in _split(placed, facts):
             yield f"{layer}{naming.layer[own]}.{end}", _changed(rows, own, facts, naming)
+    elif known and name.startswith("nextn.") and (mtp := MTP.get(name)) is not None:
+        yield f"{layer}{mtp}.{end}", _changed(placed, name, facts, naming)
     elif known and (bare := naming.bare.get(f"{name}.{end}".removesuffix("."))) is not None:
         yield f"{layer}{bare}", _changed(placed, name, facts, naming)
     elif known and name in naming.experts and naming.stacks is not Stacks.APART:

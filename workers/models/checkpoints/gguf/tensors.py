@@ -162,9 +162,10 @@ def name_in_file(stored: Stored) -> str | None:
     return stored.placed.place.name if isinstance(stored, Blocks) else None
 
 
-def stored_in(model: Model) -> dict[str, Stored]:
-    """Return a model's tensors by transformers' names; `CheckpointError` for an unknown one."""
-    return {name: _stored(placed) for name, placed in placed_in(model).items()}
+def stored_in(model: Model, *, mtp: bool = False) -> dict[str, Stored]:
+    """Return a model's tensors by transformers' names, with its MTP layers if `mtp`;
+    `CheckpointError` for an unknown one."""
+    return {name: _stored(placed) for name, placed in placed_in(model, mtp=mtp).items()}
 
 
 def source_of(head: FileHead) -> DigestSource:

@@ -8,7 +8,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.dense import (
     rotation,
     widths_of,
 )
-from dovetail.workers.models.checkpoints.gguf.facts import GUESSES, KV_HEADS, Facts
+from dovetail.workers.models.checkpoints.gguf.facts import KV_HEADS, Facts
 
 TAPS = "target_layers"
 
@@ -47,9 +47,6 @@ REFUSED = {
 
 def refuse_head(facts: Facts) -> None:
     """`CheckpointError` for a file that holds a draft of a kind that is not read here."""
-    what = REFUSED.get(facts.architecture, "")
-    if facts.whole(GUESSES, 0) and not any(name.startswith("blk.0.") for name in facts.tensors):
-        what = "has only layers that predict further tokens (multi-token prediction)"
-    if what:
+    if what := REFUSED.get(facts.architecture, ""):
         where = f"{facts.model.file} (architecture {facts.architecture})"
         raise CheckpointError(f"{where} {what}, which is not supported; use another draft")

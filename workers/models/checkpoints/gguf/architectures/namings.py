@@ -83,6 +83,11 @@ def _only(names: Iterable[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
+MTP = {
+    **{f"nextn.{name}": name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+    **{f"nextn.shared_head_{name}": f"shared_head.{name}" for name in ("head", "norm")},
+}
+"""Names of an MTP layer's own tensors in files, of every architecture, and in checkpoints."""
 MERGED = "ffn_gate_up_exps"  # the gate and up matrices of all experts in one, gates first
 BOTH_UP, KEYS_UP, VALUES_UP = (f"self_attn.{part}_b_proj" for part in ("kv", "k", "v"))
 """Names of matrices that make keys and values of latents; files alone have the last two."""

@@ -1,0 +1,148 @@
+"""Tiny checkpoints with a layer for multi-token prediction (MTP), in the names of each public
+layout, and the slow version of such a layer: transformers' own layer over whole paths."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from support.architectures import VARIED, tiny_config, write_tiny
+from support.gguf_files import _shifted, architecture_of, named, write_gguf
+
+QWEN = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0")
+NEXTN = tuple(f"model.layers.4.{n}" for n in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
+HUNYUAN = (*NEXTN[:3], "model.layers.4.final_layernorm")
+ERNIE = tuple(f"model.mtp_{n}.0" for n in ("linear_proj", "emb_norm", "hidden_norm"))
+FULL = {"layer_types": ["full_attention"]}
+SPARSE = {"mlp_layer_types": ["sparse"]}
+LAYOUTS: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
+    "qwen3_5_text": (QWEN, FULL),
+    "qwen3_5_moe_text": (QWEN, FULL),
+    "qwen3_next": (QWEN, FULL | {"mlp_only_layers": []}),
+    "glm4_moe": ((*NEXTN, "model.layers.4"), {"first_k_dense_replace": 0}),
+    "glm4_moe_lite": ((*NEXTN, "model.layers.4"), SPARSE),
+    "deepseek_v3": ((*NEXTN, "model.layers.4"), {"first_k_dense_replace": 0}),
+    "hy_v3": ((*HUNYUAN, "model.layers.4"), SPARSE),
+    "mellum": (QWEN, {"layer_types": ["sliding_attention"]} | SPARSE),
+    "ernie4_5_moe": (
+        (*ERNIE, "", "model.mtp_block.0"),
+        {"moe_layer_start_index": 1, "moe_layer_end_index": 1},
+    ),
+}
+"""Model type -> names of fusion, norms of embedding and state, norm of the result (empty: none) and
+layer; and the fields of a model whose only layer is like it."""
+PLUS_ONE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+def write_mtp(
+    kind: str, folder: Path, dtype: torch.dtype = torch.float32, **changed: Any
+) -> "Slow":
+    """Write a tiny model of a type with an MTP layer, and return the slow version of the layer."""
+    names, fields = LAYOUTS[kind]
+    varied = VARIED.get(kind, {}) | changed
+    assert write_tiny(kind, folder, dtype=dtype, **varied)
+    alone = folder.parent / f"{folder.name}-alone"
+    one = {**varied, **fields, "num_hidden_layers": 1}
+    assert write_tiny(kind, alone, dtype=dtype, **one)
+    random = torch.Generator().manual_seed(7)
+    whole, part = (load_file(at / "model.safetensors") for at in (folder, alone))
+    hidden = tiny_config(kind, varied).hidden_size
+    added = {f"{names[0]}.weight": torch.randn(hidden, 2 * hidden, generator=random) / 12}
+    base = 0.0 if kind in PLUS_ONE else 1.0
+    for name in filter(None, names[1:4]):
+        added[f"{name}.weight"] = base + 0.2 * torch.randn(hidden, generator=random)
+    for name, tensor in part.items():
+        if name.startswith("model.layers.0."):
+            added[f"{names[4]}.{name.removeprefix('model.layers.0.')}"] = tensor
+    tensors = whole | {name: tensor.to(dtype) for name, tensor in added.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    count = "mtp_num_hidden_layers" if names is QWEN else "num_nextn_predict_layers"
+    (folder / "config.json").write_text(json.dumps(config | {count: 1}))
+    return Slow(kind, alone, {name: t.to(dtype).float() for name, t in tensors.items()}, names)
+
+
+@dataclass
+class Slow:
+    """An MTP layer by the formulas, without a cache: every row computes its whole path."""
+
+    kind: str
+    alone: Path
+    tensors: dict[str, Tensor]
+    names: Sequence[str]
+
+    def __post_init__(self) -> None:
+        model = AutoModelForCausalLM.from_pretrained(
+            self.alone, attn_implementation="eager", dtype=torch.float32
+        )
+        self.base, plus = model.model.eval(), 1.0 if self.kind in PLUS_ONE else 0.0
+        self.epsilon = model.config.rms_norm_eps
+        self.base.norm = torch.nn.Identity()
+        self.fusion = self.tensors[f"{self.names[0]}.weight"]
+        self.norms = [
+            self.tensors[f"{name}.weight"] + plus if name else None for name in self.names[1:4]
+        ]
+        self.embedding = self.tensors["model.embed_tokens.weight"]
+        self.output = self.tensors.get("lm_head.weight", self.embedding)
+
+    def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.epsilon) * weight
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [V] and state [H] of the last of rows that read the states [T, H] and the
+        tokens behind them."""
+        embedded = self.norm(self.embedding[list(tokens)], self.norms[0])
+        both = torch.cat([embedded, self.norm(states, self.norms[1])], dim=-1)
+        rows = self.base(inputs_embeds=(both @ self.fusion.t())[None], use_cache=False)
+        state = self.norm(rows.last_hidden_state[0, -1], self.norms[2])
+        return self.output @ state, state
+
+    def chain(self, log: Sequence[int], states: Tensor, depth: int) -> list[int]:
+        """Return the greedy guesses of what follows a log, of all but whose last token the states
+        [n - 1, H] are the target's."""
+        tokens, found = list(log[1:]), list[int]()
+        for _ in range(depth):
+            logits, state = self(tokens, states)
+            found.append(int(logits.argmax()))
+            tokens, states = [*tokens, found[-1]], torch.cat([states, state[None]])
+        return found
+
+
+def write_mtp_gguf(kind: str, folder: Path, file: Path, *, trunk: bool = True, **more: Any) -> None:
+    """Write the checkpoint of `write_mtp` as a GGUF file whose last block is the MTP layer, beside
+    embedding and output head the only one without `trunk`."""
+    names, _ = LAYOUTS[kind]
+    alone = folder.parent / f"{folder.name}-alone"
+    config = json.loads((alone / "config.json").read_text())
+    architecture, weights = architecture_of(config), load_file(alone / "model.safetensors")
+    whole = load_file(folder / "model.safetensors")
+    own = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
+    extra = {
+        f"blk.4.nextn.{to}.weight": whole[f"{name}.weight"].float().numpy()
+        + (1.0 if kind in PLUS_ONE and "norm" in to else 0.0)
+        for to, name in zip(own, names, strict=False)
+    }
+    for name, (parts, change) in named(config, weights, False, architecture).items():
+        if name.startswith("blk.0."):
+            numbers = change(torch.cat([weights[part].double().flatten() for part in parts]))
+            shift = 1.0 if _shifted(architecture, name) else 0.0
+            extra[f"blk.4.{name[6:]}"] = numbers.float().numpy() + shift
+    plain = folder.parent / f"{file.stem}-plain"
+    shutil.copytree(folder, plain)
+    mtp = [name for name in whole if name.startswith(("mtp.", "model.layers.4.", "model.mtp_"))]
+    kept = {name: tensor for name, tensor in whole.items() if name not in mtp}
+    save_file(kept, plain / "model.safetensors", metadata={"format": "pt"})
+    facts = {f"{architecture}.block_count": 5, f"{architecture}.nextn_predict_layers": 1}
+    more["without"] = [f"blk.{at}." for at in range(4)] if not trunk else []
+    write_gguf(plain, file, lambda *_: Type.F32, extra=extra, **facts, **more)

@@ -1,0 +1,202 @@
+"""Opens MTP layers as a head: the layer is loaded as a model of one layer, by the code that loads
+the target, and computed by the target's engines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers import kernels
+from dovetail.workers.devices.base import Device
+from dovetail.workers.heads.checkpoint import Target, read_shared
+from dovetail.workers.heads.engines import TYPES, HeadKernels, HeadTorch, Rotation, halves
+from dovetail.workers.heads.head import Head
+from dovetail.workers.heads.mtp import MtpSpec
+from dovetail.workers.heads.parts import HeadCheckpoint
+from dovetail.workers.heads.spec import FeatureType
+from dovetail.workers.kernels.layer import LayerPass
+from dovetail.workers.models.assembly import assembled
+from dovetail.workers.models.backends.device.products import Product
+from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
+from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.loader import open_skeleton
+from dovetail.workers.models.checkpoints.mtp import mtp_layer
+from dovetail.workers.models.checkpoints.quantised.searched import in_blocks
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import resident
+from dovetail.workers.models.parity.following import UnsupportedError
+from dovetail.workers.models.segment import Cache, Segment
+from dovetail.workers.models.wanted import Wanted, type_of
+
+MATRICES = {"stored": "auto", "file": "auto"}
+"""Types of a layer's weights -> those of a head's other matrices, if different."""
+
+
+class MtpKernels(HeadKernels):
+    """The layer and the matrices around it, on a CPU."""
+
+    def __init__(self, model: Kernels, *, weights: str) -> None:
+        super().__init__(Rotation(torch.empty(0), 1.0), weights=MATRICES.get(weights, weights))
+        self._model, self._plans = model, list(model.plans)
+        run = self._run_of
+        self._halves = [halves(plan, run, _free_rows) for plan in self._plans]
+
+    @property
+    def final_norm(self) -> Product:
+        return self._model.norm
+
+    def see(
+        self, positions: Tensor, segments: Sequence[Segment], inputs: Tensor | None = None
+    ) -> LayerPass:
+        return super(HeadKernels, self).see(positions, segments, inputs)
+
+    def layers(self, states: Tensor, seen: LayerPass, rows: Tensor | None) -> Tensor:
+        """Return states [R, H] after the layer, for the selected `rows`."""
+        *layers, last = self._halves
+        for layer in layers:
+            states = layer(states, seen)
+        return last(states, seen, rows)
+
+
+class MtpTorch(HeadTorch):
+    """The layer and the matrices around it, on a device."""
+
+    def __init__(self, model: Kernels, *, weights: str, device: torch.device) -> None:
+        kind = weights if weights in TYPES or weights in ("int8", "int4") else "fp16"
+        super().__init__(
+            Rotation(torch.empty(0), 1.0),
+            weights=kind,
+            device=device,
+            cached=torch.float32,
+            table=TYPES.get(kind, torch.float16),
+        )
+        self._model = model
+
+    @property
+    def ours(self) -> None:
+        """Return None: levels are not captured."""
+        return None
+
+    @property
+    def final_norm(self) -> Product:
+        return self._model.norm
+
+    def open_cache(self, capacity: int) -> Cache:
+        return self._model.new_cache(capacity)
+
+    def see(
+        self, positions: Tensor, segments: Sequence[Segment], inputs: Tensor | None = None
+    ) -> Any:
+        return positions, segments
+
+    def layers(self, states: Tensor, seen: Any, rows: Tensor | None) -> Tensor:
+        states = self._model.run(states, *seen)
+        return states if rows is None else states[rows]
+
+
+def _free_rows(count: int) -> LayerPass:
+    """Return rows of an MLP, which needs no cache."""
+    return LayerPass(torch.zeros(count, dtype=torch.int64), [])
+
+
+def open_mtp(
+    source: str, *, target: str, weights: str, device: Device, context: int | None = None
+) -> Head:
+    """Return the MTP layer of `source`, the target itself or a file of such a layer; raise
+    `CheckpointError` for one that is missing, damaged or not supported. `weights`: a type of
+    `models/wanted.py`; `context`: the longest sequence asked for."""
+    layer = mtp_layer(find_folder(target), None if source == target else find_folder(source))
+    theirs = Target(target)
+    tables = (layer.embedding, "embed_tokens"), (layer.output, "shared_head.head")
+    for stored, name in tables:
+        if stored is not None and stored.shape != (
+            theirs.shape.vocabulary_size,
+            theirs.shape.width,
+        ):
+            raise CheckpointError(
+                f"{layer.source}: tensor {layer.layout.layer}{name}.weight has the shape "
+                f"{list(stored.shape)}, not that of the target's embedding"
+            )
+    embedding = (
+        theirs.embedding()
+        if layer.embedding is None
+        else read_shared(layer.embedding, "embed_tokens")
+    )
+    output = (
+        theirs.output(embedding)
+        if layer.output is None
+        else read_shared(layer.output, "shared_head.head")
+    )
+    with layer.checkpoint(embedding, context) as checkpoint:
+        model = _load(checkpoint, weights, device)
+    kernel = model.back_end
+    assert isinstance(kernel, Kernels)
+    dtype: FeatureType = (
+        "bfloat16" if torch.bfloat16 in (embedding.dtype, layer.fusion.dtype) else "float16"
+    )
+    plan, norms = kernel.plans[0], kernel.described.norms
+    spec = MtpSpec(
+        kind="mtp",
+        hidden=theirs.shape.width,
+        target_width=theirs.shape.width,
+        heads=plan.heads,
+        kv_heads=plan.kv_heads,
+        head_dim=plan.head_dim,
+        intermediate=0,
+        vocabulary_size=theirs.shape.vocabulary_size,
+        draft_vocabulary=theirs.shape.vocabulary_size,
+        context=model.context,
+        dtype=dtype,
+        epsilon=norms.epsilon,
+        normed=layer.normed,
+    )
+    added = 1.0 if norms.plus_one else 0.0
+    tensors = {
+        "fusion": layer.fusion,
+        "embedding_norm": layer.embedding_norm.float() + added,
+        "state_norm": layer.state_norm.float() + added,
+    }
+    head = HeadCheckpoint(
+        layer.source,
+        layer.digest,
+        "",
+        spec,
+        Rotation(torch.empty(0), 1.0),
+        tensors,
+        embedding,
+        output,
+        None,
+    )
+    engine = (
+        MtpKernels(kernel, weights=weights)
+        if device.is_cpu
+        else MtpTorch(kernel, weights=weights, device=device.torch_device)
+    )
+    return Head(head, engine, weights=model.weights)
+
+
+def _load(checkpoint: Checkpoint, weights: str, device: Device) -> LanguageModel:
+    """Return the model of the layer alone, which is proved as a target is."""
+    wanted = Wanted(weights, type_of(weights, checkpoint), "kernels", cache="fp32")
+    if not device.is_cpu:
+        found = resident(checkpoint, wanted, device)
+        if isinstance(found, str):
+            raise checkpoint.refusal(
+                f"its MTP layer is not computed on {device.name}: {found}; set draft.device to "
+                "'cpu'"
+            )
+        return found
+    if why_not := kernels.why_not():
+        raise checkpoint.refusal(
+            f"its MTP layer needs the C++ kernels, and {why_not}; choose another draft"
+        )
+    try:
+        skeleton = in_blocks(open_skeleton(checkpoint), checkpoint, wanted.weights)
+        return assembled(skeleton, checkpoint, wanted, kernels=True, choice="an MTP layer")
+    except UnsupportedError as error:
+        raise checkpoint.refusal(
+            f"its MTP layer cannot be computed: {error}; choose another draft"
+        ) from error

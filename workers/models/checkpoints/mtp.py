@@ -1,0 +1,293 @@
+"""The multi-token-prediction layer of a checkpoint (MTP, NextN): the matrix and norms that join a
+token's embedding with a state, and a decoder layer of the checkpoint's family, as a checkpoint of
+that layer alone. Safetensors and GGUF."""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.messages import VocabularyFacts
+from dovetail.protocol.vocabulary import TokenTable
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, stored_tensors
+from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.configured import configured
+from dovetail.workers.models.checkpoints.digests import Identity, all_finite, known_digest
+from dovetail.workers.models.checkpoints.files import damaged, read_json
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.tensors import Blocks
+from dovetail.workers.models.checkpoints.gguf.view import spelled
+from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
+from dovetail.workers.models.checkpoints.pieces import Pieces
+from dovetail.workers.models.checkpoints.stored import Stored
+
+ROWS = 512  # rows of the embedding with which the layer is proved
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""Keys of the number of MTP layers. Some families have none, and a layer."""
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+UNREAD = ("quantization_config", "compression_config", "architectures", "auto_map")
+"""Fields of a configuration that do not hold for the layer: its tensors are decoded."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of an MTP layer's tensors. N is the number of the target's own layers."""
+
+    fusion: str
+    embedding_norm: str
+    state_norm: str
+    norm: str | None  # the norm before the output head; None: there is none
+    layer: str  # the prefix of the decoder layer
+
+    def at(self, layers: int) -> "Layout":
+        """Return the names in a checkpoint of so many layers."""
+        return Layout(
+            *(None if one is None else one.replace("N", str(layers)) for one in vars(self).values())  # type: ignore[arg-type]
+        )
+
+
+def _nextn(norm: str) -> Layout:
+    at = "model.layers.N."
+    return Layout(f"{at}eh_proj", f"{at}enorm", f"{at}hnorm", f"{at}{norm}", at)
+
+
+LAYOUTS = (
+    Layout(
+        "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0."
+    ),
+    _nextn("shared_head.norm"),
+    _nextn("final_layernorm"),
+    Layout(
+        "model.mtp_linear_proj.0",
+        "model.mtp_emb_norm.0",
+        "model.mtp_hidden_norm.0",
+        None,
+        "model.mtp_block.0.",
+    ),
+    Layout(
+        *(f"mtp_layers.0.{name}" for name in ("input_proj", "token_layernorm", "hidden_layernorm")),
+        "mtp_layers.0.final_layernorm",
+        "mtp_layers.0.",
+    ),
+)
+"""Qwen's and Mellum's; DeepSeek's and GLM's, also of GGUF files; Hunyuan's; ERNIE's; that of the
+speculators library."""
+FULL = {"layer_types": ["full_attention"]}
+SPARSE = {"mlp_layer_types": ["sparse"]}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": {"first_k_dense_replace": 0},
+    "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 1},  # none
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "glm4_moe_lite": SPARSE,
+    "hy_v3": SPARSE,
+    "mellum": {"layer_types": ["sliding_attention"], **SPARSE},
+    "qwen3_5_moe_text": FULL,
+    "qwen3_5_text": FULL,
+    "qwen3_next": {**FULL, "mlp_only_layers": [], "decoder_sparse_step": 1},
+}
+"""Model type -> the fields of a configuration whose only layer is like the MTP layer."""
+
+
+@dataclass(frozen=True)
+class Held(Stored):
+    """A tensor in memory."""
+
+    numbers: Tensor = field(kw_only=True)
+
+    def read(self, name: str, *, checked: bool = False) -> Tensor:
+        return self.numbers
+
+
+@dataclass(frozen=True)
+class MtpLayer:
+    """An MTP layer; H is the width of the target's states."""
+
+    source: str
+    config: Mapping[str, Any]  # of a model whose only layer is this one
+    tensors: Mapping[str, Stored]  # of that model, by its names, without the embedding
+    fusion: Tensor  # [H, 2 H]: reads the embedding, then the state
+    embedding_norm: Tensor  # [H], as stored
+    state_norm: Tensor  # [H], as stored
+    normed: bool  # False if the output head reads the layer's result as it is
+    embedding: Stored | None  # the layer's own copy of the embedding [V, H]
+    output: Stored | None  # the layer's own output head [V, H]
+    layout: Layout
+    digest: str  # SHA-256 of configuration and tensors, in hexadecimal
+
+    @contextmanager
+    def checkpoint(self, embedding: Tensor, context: int | None) -> Iterator[Checkpoint]:
+        """Yield a checkpoint of a model of the layer alone, with rows of the `embedding` [V, H] as
+        embedding and output head; `context`: the longest sequence asked for."""
+        rows = embedding[:ROWS].contiguous()
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made)
+            config = {**self.config, "vocab_size": len(rows)}
+            (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            kind = {torch.float16: "F16", torch.bfloat16: "BF16"}.get(rows.dtype, "F32")
+            identity = Identity(0, 0, 0, 0, 0)
+            held = Held(folder, kind, tuple(rows.shape), 0, rows.nbytes, identity, numbers=rows)
+            tensors = {**self.tensors, "model.embed_tokens.weight": held}
+            facts = VocabularyFacts(digest="mtp", size=1, end=(), begin=None, template="")
+            language = (self.source, b"", TokenTable.of({}), facts)
+            try:
+                checkpoint = Checkpoint(
+                    folder, known_digest(self.digest), tensors, *language, context
+                )
+                self._refuse_unused(checkpoint)
+                yield checkpoint
+            except CheckpointError as error:
+                said = str(error).replace(f"{folder}/config.json", self.source)
+                said = said.replace(str(folder), self.source)
+                said = said.replace("model.norm", self.layout.norm or "model.norm")
+                raise CheckpointError(said.replace("model.layers.0.", self.layout.layer)) from None
+
+    def _refuse_unused(self, checkpoint: Checkpoint) -> None:
+        """`CheckpointError` naming a tensor that the layer does not use."""
+        model = configured(checkpoint)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        naming = NAMINGS.get(model.config.model_type, Naming())
+        unused = Pieces(naming, checkpoint.tensors, shapes).superfluous()
+        if unused:
+            raise damaged(
+                f"{checkpoint.folder} has tensor {unused[0]}, which a layer of model type "
+                f"{model.config.model_type} does not use"
+            )
+
+
+def mtp_layer(folder: Path, source: Path | None = None) -> MtpLayer:
+    """Return the MTP layer of the model in a folder, or of a folder `source` of such a layer alone;
+    `CheckpointError` if there is none, or one that is not computed."""
+    content = text_part(read_json(folder / "config.json"))
+    named = spelled(str(source or folder))
+    kind, layers = str(content.get("model_type")), int(content["num_hidden_layers"])
+    tensors = stored_tensors(source or folder, mtp=True)
+    layouts = [one.at(layers) for one in LAYOUTS]
+    layouts = [one for one in layouts if f"{one.fusion}.weight" in tensors]
+    if not layouts:
+        raise CheckpointError(
+            f"{named} has no MTP layer (tensors such as {LAYOUTS[0].fusion}.weight or "
+            f"{LAYOUTS[1].at(layers).fusion}.weight): some copies leave it out; choose another "
+            "draft, or take the checkpoint that has it"
+        )
+    layout = next((one for one in layouts if f"{one.norm}.weight" in tensors), layouts[0])
+    if kind not in FAMILIES:
+        raise CheckpointError(
+            f"{named}: the MTP layer of model type {kind} is not computed here, only that of "
+            f"{', '.join(sorted(FAMILIES))}; choose another draft"
+        )
+    count = next((content[key] for key in COUNTS if content.get(key)), 1)
+    count = max(count, len(_numbers(layout.layer, tensors)))
+    if count != 1:
+        raise CheckpointError(
+            f"{named} has {count} MTP layers in a chain, and one is supported; choose another draft"
+        )
+    return _read(named, content, kind, layout, tensors, alone=source is not None)
+
+
+def _numbers(layer: str, names: Iterable[str]) -> set[int]:
+    """Return the numbers of the layers from the one with the prefix `layer` on."""
+    stem, first = layer[:-1].rpartition(".")[0], int(layer[:-1].rpartition(".")[2])
+    found = {name[len(stem) + 1 :].partition(".")[0] for name in names if name.startswith(stem)}
+    return {int(one) for one in found if one.isdecimal() and int(one) >= first}
+
+
+def _read(
+    source: str,
+    content: Mapping[str, Any],
+    kind: str,
+    layout: Layout,
+    tensors: Mapping[str, Stored],
+    *,
+    alone: bool,
+) -> MtpLayer:
+    """Return a layer; `alone`: it lies apart from its target, with tables of its own if any."""
+    hidden = int(content["hidden_size"])
+    own = dict[str, Tensor]()
+    for name, shape in (
+        (layout.fusion, (hidden, 2 * hidden)),
+        (layout.embedding_norm, (hidden,)),
+        (layout.state_norm, (hidden,)),
+    ):
+        stored = tensors.get(f"{name}.weight")
+        if stored is None:
+            raise damaged(f"{source} lacks tensor {name}.weight of its MTP layer")
+        if stored.shape != shape:
+            found = f"tensor {name}.weight has the shape {list(stored.shape)}"
+            raise damaged(f"{source}: {found} instead of {list(shape)}")
+        own[name] = stored.read(f"{name}.weight", checked=True)
+    beside = {f"{name}.weight" for name in own}
+    copies = {part: f"{layout.layer}{part}.weight" for part in ("embed_tokens", "shared_head.head")}
+    norm = f"{layout.norm}.weight"
+    final = tensors.get(norm) or tensors.get("model.norm.weight")
+    if final is None:
+        raise damaged(f"{source} lacks tensor {norm} of its MTP layer")
+    layer = {
+        f"model.layers.0.{name.removeprefix(layout.layer)}": stored
+        for name, stored in tensors.items()
+        if name.startswith(layout.layer) and name not in (beside | {*copies.values(), norm})
+    }
+    namespace = "mtp" if layout.layer.startswith("mtp") else "model.mtp"
+    strange = [
+        name
+        for name in tensors
+        if name.startswith(namespace)
+        and not name.startswith(layout.layer)
+        and name not in beside | {norm}
+    ]
+    if strange:
+        raise damaged(f"{source} has tensor {strange[0]}, which is not known of an MTP layer")
+    config = {key: value for key, value in content.items() if key not in UNREAD}
+    config |= FAMILIES[kind]
+    told = {key: content.get(f"mtp_{key}") for key in ("layer_types", "mlp_layer_types")}
+    config |= {key: value for key, value in told.items() if value is not None}
+    config |= {key: 0 for key in COUNTS if key in config}
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config |= {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    own_tensors = {**layer, "model.norm.weight": final}
+    return MtpLayer(
+        source,
+        config,
+        own_tensors,
+        *own.values(),
+        layout.norm is not None,
+        *(
+            tensors.get(name) or (tensors.get(whole) if alone else None)
+            for name, whole in zip(copies.values(), TABLES, strict=True)
+        ),
+        layout,
+        _digest(config, own_tensors, own, layout.layer),
+    )
+
+
+def _digest(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Stored],
+    own: Mapping[str, Tensor],
+    layer: str,
+) -> str:
+    """Return the SHA-256 of a layer; `CheckpointError` for NaN and infinity."""
+    whole = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in own.items():
+        whole.update(f"\0{name}\0".encode())
+        whole.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    for name, stored in sorted(tensors.items()):
+        whole.update(f"\0{name}\0{stored.kind}\0{stored.shape}\0".encode())
+        if type(stored) not in (Stored, Blocks):  # decoding refuses what is not finite
+            numbers = stored.read(name).contiguous()
+            whole.update(numbers.view(-1).view(torch.uint8).numpy())
+            continue
+        kind, block = stored.kind, stored.content(name)
+        if isinstance(stored, Blocks):
+            kind = KINDS[stored.placed.place.kind].name
+        if not all_finite(block, kind):
+            raise stored.not_finite(name.replace("model.layers.0.", layer))
+        whole.update(block)
+    return whole.hexdigest()
