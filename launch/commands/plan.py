@@ -173,7 +173,7 @@ def _there(found: Subject) -> list[str]:
         return []
     configuration = found.configuration
     drafts = find_drafts(configuration, folder_of(configuration.settings.target.model))
-    return [draft.settings.model for draft in drafts.fitting]
+    return [draft.settings.model or draft.kind for draft in drafts.fitting]
 
 
 def _check(configuration: Configuration, machine: str | None, target_size: str | None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
 from dovetail.launch.planning.designs import LOOKUP, Design, on_kernels
-from dovetail.launch.planning.nearby import Drafts, drafts_there
+from dovetail.launch.planning.nearby import Drafts, drafts_there, named
 from dovetail.launch.processes.stack import layout_of, processes_of
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.models import boxed_heads, keeps_blocks
@@ -22,7 +22,6 @@ from dovetail.workers.models.checkpoints.footprint import (
     rearranged,
     types_below,
 )
-from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.checkpoints.hub import local_folder
 
@@ -168,9 +167,9 @@ def _best(
     own, name = best.candidate.settings, best.candidate.name
     if Path(own.model) in boxed_heads():
         name += f", {_why_boxed(Path(own.model), folder)}"
-    named = {"draft.model": own.model} if own.model else {"draft.kind": own.kind}
-    chosen = configuration.over("chosen", named)
-    taken = f"draft {view.spelled(own.model) or own.kind} ({name}); change with --draft"
+    settings = {"draft.model": own.model} if own.model else {"draft.kind": own.kind}
+    chosen = configuration.over("chosen", settings)
+    taken = f"draft {named(best.candidate)} ({name}); change with --draft"
     return chosen, [*found, taken, expected]
 
 

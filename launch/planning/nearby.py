@@ -34,10 +34,15 @@ class Drafts:
 
     def in_words(self) -> str:
         """Return the drafts that were found, and those that do not fit, in one line."""
-        found = [f"{view.spelled(one.settings.model)} ({one.name})" for one in self.fitting]
+        found = [f"{named(one)} ({one.name})" for one in self.fitting]
         misfits = [f"{view.spelled(name)} ({why})" for name, why in self.misfits.items()]
         words = f"drafts found: {_some(found)}"
         return f"{words}; passed over: {_some(misfits)}" if misfits else words
+
+
+def named(draft: "Candidate") -> str:
+    """Return a draft as it is named on a command line."""
+    return view.spelled(draft.settings.model) or draft.settings.kind
 
 
 def _some(words: list[str]) -> str:
@@ -66,10 +71,13 @@ def drafts_there(target: Path, reader_of: "Callable[[Design], Reader]") -> Draft
                 found.misfits[str(path)] = _sizes(config, own)
             continue
         near.append(folder)
-    if not near:
+    mtp = _has_mtp(target, own, found)
+    if not near and not mtp:
         return found  # without importing torch and transformers
     design = design_of(read_config(target, "target model"), target)
     reader = reader_of(design)
+    if mtp:
+        found.fitting += reader.read(["mtp"])
     for folder in near:
         try:
             candidates = reader.read([str(folder)])
@@ -82,6 +90,22 @@ def drafts_there(target: Path, reader_of: "Callable[[Design], Reader]") -> Draft
     return found
 
 
+def _has_mtp(target: Path, config: Mapping[str, Any], found: Drafts) -> bool:
+    """Return whether a target has an MTP layer that can draft; note why not if it names one."""
+    counts = (config[key] for key in config if "nextn" in key or "mtp" in key)
+    if not any(counts) and config.get("model_type") not in UNCOUNTED:
+        return False
+    from dovetail.workers.models.checkpoints.mtp import check_mtp  # torch is imported here
+
+    try:
+        check_mtp(target)
+    except CheckpointError as error:
+        found.misfits["mtp"] = _brief(error, target)
+        return False
+    return True
+
+
+UNCOUNTED = ("qwen3_next",)  # model types whose config.json does not count their MTP layers
 SIZES = ("vocab_size", "hidden_size")
 
 

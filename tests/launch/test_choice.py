@@ -28,6 +28,7 @@ from support.gguf_heads import write_gguf_head
 from support.heads import Variant, write_head
 from support.kernels import needs_kernels
 from support.models import tiny_phi3
+from support.mtp import write_mtp
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +146,28 @@ def test_a_head_in_a_gguf_file_beside_a_gguf_target_drafts(
     assert said[1] == f"drafts found: {head} (eagle3 head eagle3-model.gguf of 1 block)"
     assert said[2].startswith(f"draft {head} (eagle3 head ")
     assert kind_of(Path(found.settings.draft.model)) == "eagle3"
+
+
+@needs_kernels
+def test_the_mtp_layer_of_a_checkpoint_drafts_and_one_that_was_left_out_is_named(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "models" / "target"
+    folder.parent.mkdir()
+    write_mtp("qwen3_5_text", folder)
+    shutil.rmtree(folder.parent / "target-alone")
+    found, said = chosen(folder)
+    assert said[1] == "drafts found: mtp (MTP layer)"
+    assert (found.settings.draft.kind, said[2]) == (
+        "mtp",
+        "draft mtp (MTP layer); change with --draft",
+    )
+    tensors = load_file(folder / "model.safetensors")
+    trunk = {name: one for name, one in tensors.items() if not name.startswith("mtp.")}
+    save_file(trunk, folder / "model.safetensors")
+    assert chosen(folder)[1][1].startswith(
+        "drafts found: none; passed over: mtp (has no MTP layer (tensors such as mtp.fc"
+    )
 
 
 def test_a_damaged_draft_file_beside_a_gguf_target_is_named_with_the_reason(

@@ -362,6 +362,7 @@ def _open_mtp(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.drafters.head import HeadDrafter
     from dovetail.workers.drafters.weights import check_type
     from dovetail.workers.heads.mtp_layers import open_mtp
+    from dovetail.workers.heads.rows import FrequentRows
 
     settings = wanted.settings
     device = wanted.open_device()
@@ -374,9 +375,11 @@ def _open_mtp(wanted: Wanted) -> DraftWorker[Any]:
         weights=weights,
         device=device,
         context=wanted.context,
+        reduced=(reduced := FrequentRows(settings.head_rows, wanted.target)),
     )
     spans = Spans()
     engine = HeadDrafter(head, spans, contrast=False, ahead=settings.ahead is not False)
+    engine.counts = reduced.counts
     called = settings.model or f"the MTP layer of {wanted.target}"
     identity = wanted.identity(head, device, called, context=head.spec.context)
     return on_device(DraftWorker(engine, identity, spans))

@@ -15,6 +15,7 @@ from dovetail.workers.heads.engines import TYPES, HeadKernels, HeadTorch, Rotati
 from dovetail.workers.heads.head import Head
 from dovetail.workers.heads.mtp import MtpSpec
 from dovetail.workers.heads.parts import HeadCheckpoint
+from dovetail.workers.heads.rows import FrequentRows
 from dovetail.workers.heads.spec import FeatureType
 from dovetail.workers.kernels.layer import LayerPass
 from dovetail.workers.models.assembly import assembled
@@ -103,11 +104,18 @@ def _free_rows(count: int) -> LayerPass:
 
 
 def open_mtp(
-    source: str, *, target: str, weights: str, device: Device, context: int | None = None
+    source: str,
+    *,
+    target: str,
+    weights: str,
+    device: Device,
+    context: int | None = None,
+    reduced: FrequentRows | None = None,
 ) -> Head:
     """Return the MTP layer of `source`, the target itself or a file of such a layer; raise
     `CheckpointError` for one that is missing, damaged or not supported. `weights`: a type of
-    `models/wanted.py`; `context`: the longest sequence asked for."""
+    `models/wanted.py`; `context`: the longest sequence asked for.
+    `reduced`: chooses the rows of the output head; None: all."""
     layer = mtp_layer(find_folder(target), None if source == target else find_folder(source))
     theirs = Target(target)
     tables = (layer.embedding, "embed_tokens"), (layer.output, "shared_head.head")
@@ -175,7 +183,9 @@ def open_mtp(
         if device.is_cpu
         else MtpTorch(kernel, weights=weights, device=device.torch_device)
     )
-    return Head(head, engine, weights=model.weights)
+    rows = None if reduced is None else reduced.choose(head, on_cpu=device.is_cpu)
+    tokens = None if rows is None else torch.from_numpy(rows)
+    return Head(head, engine, weights=model.weights, rows=tokens)
 
 
 def _load(checkpoint: Checkpoint, weights: str, device: Device) -> LanguageModel:

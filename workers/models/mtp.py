@@ -166,6 +166,19 @@ class MtpLayer:
 def mtp_layer(folder: Path, source: Path | None = None) -> MtpLayer:
     """Return the MTP layer of the model in a folder, or of a folder `source` of such a layer alone;
     `CheckpointError` if there is none, or one that is not computed."""
+    return _read(*_found(folder, source), alone=source is not None)
+
+
+def check_mtp(folder: Path) -> None:
+    """`CheckpointError` if the model in a folder has no MTP layer, or one that is not computed, by
+    its configuration and the names of its tensors."""
+    _found(folder, None)
+
+
+def _found(
+    folder: Path, source: Path | None
+) -> tuple[str, Mapping[str, Any], str, Layout, Mapping[str, Stored]]:
+    """Return the name, configuration, model type, layout and tensors of an MTP layer."""
     content = text_part(read_json(folder / "config.json"))
     named = spelled(str(source or folder))
     kind, layers = str(content.get("model_type")), int(content["num_hidden_layers"])
@@ -190,7 +203,7 @@ def mtp_layer(folder: Path, source: Path | None = None) -> MtpLayer:
         raise CheckpointError(
             f"{named} has {count} MTP layers in a chain, and one is supported; choose another draft"
         )
-    return _read(named, content, kind, layout, tensors, alone=source is not None)
+    return named, content, kind, layout, tensors
 
 
 def _numbers(layer: str, names: Iterable[str]) -> set[int]:
