@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dovetail.launch.planning.designs import read_config
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
@@ -355,3 +356,8 @@ def test_a_head_that_is_not_whole_is_refused_in_a_line_with_its_name(
         open_head(str(tmp_path), target=str(target))
     assert str(tmp_path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_plan_finds_the_sizes_of_a_head_whose_layer_is_configured_inside(tmp_path: Path) -> None:
+    found = read_config(speculators(tmp_path, Head(layers=2)), "draft")
+    assert (found["hidden_size"], found["num_hidden_layers"]) == (WIDTH, 2)
