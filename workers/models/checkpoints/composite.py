@@ -51,9 +51,12 @@ def is_composite(content: Mapping[str, Any]) -> bool:
 
 def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of a config.json's language model: `content` if it has no other
-    parts, and for a supported Ling that of sarvam_moe."""
+    parts, with that of its layers for a head of the speculators library, and for a supported Ling
+    that of sarvam_moe."""
     if is_ling(content) and not why_not_ling(content):
         return from_ling(content)
+    if isinstance(layer := content.get("transformer_layer_config"), dict):
+        return {**layer, **content}
     if not is_composite(content):
         return content
     shared = {name: content[name] for name in SHARED if name in content}
