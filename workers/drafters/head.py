@@ -28,6 +28,7 @@ row consumes the next token, a prompt that shares n tokens with the log can reus
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,7 +150,7 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
             least_rows=1 if adapts_shapes(tree) else tree.width,
             cache=None if base is None else base.cache,
         )
-        return HeadSession(
+        return self._new_session(
             log=list(order.prompt),
             ranking=ranking,
             policy=open_policy(tree),
@@ -162,6 +163,9 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
             waiting=waiting,
             dropped=0 if base is None else base.dropped,
         )
+
+    def _new_session(self, **fields: Any) -> HeadSession:
+        return HeadSession(**fields)
 
     def keep(self, session: HeadSession) -> HeadLeft:
         session.cache.resize(session.cache.length)

@@ -300,6 +300,7 @@ def _model_worker(
 
 
 def _open_head(wanted: Wanted) -> DraftWorker[Any]:
+    from dovetail.workers.drafters.block import BlockDrafter
     from dovetail.workers.drafters.head import HeadDrafter
     from dovetail.workers.drafters.weights import check_type, chosen_type
     from dovetail.workers.heads.head import open_head
@@ -334,8 +335,15 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
         )
     spans = Spans()
     contrast = head.spec.contrast and settings.contrast is not False
-    engine = HeadDrafter(
-        head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False
+    engine = (
+        BlockDrafter(head, spans)
+        if head.spec.block
+        else HeadDrafter(
+            *(head, spans),
+            contrast=contrast,
+            capture=device.capture,
+            ahead=settings.ahead is not False,
+        )
     )
     identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)
     return on_device(DraftWorker(engine, identity, spans))

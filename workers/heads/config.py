@@ -109,7 +109,7 @@ def read_config(values: Mapping[str, Any], model: type[ConfigT]) -> ConfigT:
     `transformer_layer_config` (the speculators library)."""
     inner = values.get("transformer_layer_config")
     if isinstance(inner, Mapping):
-        if "norm_before_residual" not in values:
+        if "norm_before_residual" in model.model_fields and "norm_before_residual" not in values:
             raise MisfitError(
                 "has no norm_before_residual in config.json, for which its format has no "
                 "default; add it"

@@ -59,6 +59,9 @@ class HeadLayer:
     attend: Run
     behind: Callable[[Tensor], None] | None
     """The MLP over states [R, H], in place; None: there is none."""
+    place: Callable[[Any, Tensor], None] | None = None
+    """Caches the keys and values of rows, given the input of attention; None: it reads the
+    states."""
 
     def __call__(
         self, states: Tensor, seen: Any, rows: Tensor | None = None, given: Tensor | None = None
@@ -75,7 +78,7 @@ class HeadLayer:
 def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return a layer as a module that `LayerParts` can read, from its tensors by name."""
     layer = nn.Module()
-    for name in {name.rpartition(".")[0] for name in tensors}:
+    for name in {name.rpartition(".")[0] for name in tensors if name.endswith(".weight")}:
         weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
         *path, own = name.split(".")
         parent = layer
@@ -173,9 +176,11 @@ class HeadKernels(KernelEngine):
         }
         plan = _plan(parts, index, matrices, self._rotary)
         self._plans.append(plan)
-        return _halves(
+        first = len(self._layers)
+        halves = _halves(
             plan, self._run_of, lambda count: LayerPass(torch.zeros(count, dtype=torch.int64), [])
         )
+        return replace(halves, place=partial(_place, self._layers[first])) if plan.given else halves
 
     def _run_of(self, plan: LayerPlan) -> Run:
         self._layers.append(DecoderLayer(plan))
@@ -195,6 +200,11 @@ class HeadKernels(KernelEngine):
 
     def _angles(self, count: int) -> Rotary:
         return rotary_table(self._rotation.frequencies, count, scaling=self._rotation.scaling)
+
+
+def _place(layer: DecoderLayer, rows: LayerPass, given: Tensor) -> None:
+    assert layer.plan.qkv is not None
+    layer.place(rows, layer.plan.qkv.linear(given))
 
 
 @dataclass(frozen=True)
@@ -257,7 +267,12 @@ class HeadTorch(TorchEngine):
         self.take(plan)
         self._plans.append(plan)
         products = {name: self.linear(*both) for name, both in joined.items()}
-        return _halves(plan, partial(self._run_of, products), lambda _count: None)
+        halves = _halves(plan, partial(self._run_of, products), lambda _count: None)
+
+        def place(rows: Any, given: Tensor) -> None:
+            halves.attend(rows, torch.zeros(len(given), plan.hidden, device=self.device), given)
+
+        return replace(halves, place=place) if plan.given else halves
 
     def _run_of(self, products: Mapping[str, Product], plan: LayerPlan) -> Run:
         layer = DeviceLayer(plan, self.device, self.parts)

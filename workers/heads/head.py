@@ -81,7 +81,8 @@ class Head:
         self.weights, self.arithmetic = weights, engine.name
         self.vocabulary_size = self.spec.vocabulary_size
         self._engine, self.graphs = engine, Graphs()
-        self._body = HEADS[self.spec.kind].body(HeadParts(checkpoint, engine))
+        kind, parts = HEADS[self.spec.kind], HeadParts(checkpoint, engine)
+        self._body, self.pairs = kind.body(parts), kind.pairs(parts)
         self.ours = engine.ours  # our functions for rows of several sessions, if any
         self._table = _table(checkpoint.embedding, engine)
         shares = checkpoint.output is checkpoint.embedding and engine.table is not None
@@ -117,7 +118,14 @@ class Head:
         width = self.spec.feature_width if true else self.spec.hidden
         if features.shape[1] != width:
             raise ValueError(f"features of width {features.shape[1]}, not of {width}")
-        seen = self._engine.see(positions, segments)
+        seen: Any = None
+        if true or not self.spec.views:
+            seen = self._engine.see(positions, segments)
+        else:
+            seen = {
+                view: self._engine.see(positions, [view.of(segment) for segment in segments])
+                for view in {*self.spec.views}
+            }
         return self._predict(tokens, features, seen, true=true, rows=rows, contrast=contrast)
 
     @torch.inference_mode()
@@ -158,8 +166,9 @@ class Head:
         rows = None if rows is None else rows.to(device)
         features = features.to(device, dtype).contiguous()
         contrast = contrast and self.spec.contrast
-        embedded = embedding(tokens.to(device), self._table).to(dtype)
-        out = self._body(Inputs(embedded, features, seen, rows, contrast, true))
+        tokens = tokens.to(device)
+        embedded = embedding(tokens, self._table).to(dtype)
+        out = self._body(Inputs(tokens, embedded, features, seen, rows, contrast, true))
         count = out.states.shape[0]
         if count == 0:
             empty = torch.empty(0, self.vocabulary_size, device=device)
@@ -170,6 +179,10 @@ class Head:
             .float()
             .view(len(read), count, -1)
         )
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
+        if (cap := self.spec.softcap) > 0.0:
+            logits = torch.tanh(logits / cap) * cap
         first = logits[0] if out.share is None else _mixed(logits[0], logits[1], out.share.float())
         later = None if out.contrast is None else self._spread(logits[-1])
         return Predicted(self._spread(first), out.states, later)

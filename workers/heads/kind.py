@@ -23,7 +23,7 @@ from dovetail.workers.heads.spec import (
 )
 
 if TYPE_CHECKING:
-    from dovetail.workers.heads.parts import Body, HeadParts
+    from dovetail.workers.heads.parts import Body, HeadParts, Pairs
 
 
 @dataclass(frozen=True)
@@ -118,3 +118,7 @@ class HeadKind(ABC):
     @abstractmethod
     def body(self, parts: "HeadParts") -> "Body":
         """Return the forward pass between embedding and output head."""
+
+    def pairs(self, parts: "HeadParts") -> "Pairs | None":
+        """Return what the token before adds to the logits of a block; None: nothing."""
+        return None

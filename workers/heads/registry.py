@@ -2,6 +2,9 @@
 config.json."""
 
 from dovetail.protocol.settings import HEAD_KINDS
+from dovetail.workers.heads.block.dflash import DFLASH
+from dovetail.workers.heads.block.dflash2 import DFLASH2
+from dovetail.workers.heads.block.dspark import DSPARK
 from dovetail.workers.heads.dovetail import DOVETAIL
 from dovetail.workers.heads.eagle import EAGLE
 from dovetail.workers.heads.eagle3 import EAGLE3
@@ -10,7 +13,8 @@ from dovetail.workers.heads.kind import HeadKind
 from dovetail.workers.heads.spec import Shapes, plain_name
 
 KINDS: dict[str, HeadKind] = {
-    kind.name: kind for kind in (DOVETAIL, JAKIRO_STAR, JAKIRO, EAGLE3, EAGLE)
+    kind.name: kind
+    for kind in (DOVETAIL, JAKIRO_STAR, JAKIRO, DFLASH2, DSPARK, DFLASH, EAGLE3, EAGLE)
 }
 """All kinds of heads. The first one that recognises a checkpoint's tensors, or the name in its
 config.json, is taken, so the more specific of two kinds comes first."""
