@@ -92,7 +92,9 @@ def tensors_of(drafter: Drafter, *, seed: int = 0) -> dict[str, Tensor]:
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[f"{at}{name}.weight"] = norm(H)
         shapes = {
-            **{"q_proj": (HEADS * DIM, H), "k_proj": (KV * DIM, H), "v_proj": (KV * DIM, H)},
+            "q_proj": (HEADS * DIM, H),
+            "k_proj": (KV * DIM, H),
+            "v_proj": (KV * DIM, H),
             "o_proj": (H, HEADS * DIM),
         }
         found |= {f"{at}self_attn.{name}.weight": some(*shape) for name, shape in shapes.items()}
@@ -219,7 +221,7 @@ class Oracle:
         return side(0, u), lambda y: side(1, y)
 
     def pairs(self, previous: int, state: Tensor) -> Tensor:
-        """Return what the token `previous` adds to the logits [V] of a level with that state [H]."""
+        """Return what the token `previous` adds to the logits [V] of a state [H]."""
         found = torch.zeros(VOCABULARY).double()
         if self.drafter.kind == "dspark":
             before = self.get("markov_head.markov_w1.weight")[previous]

@@ -1,6 +1,5 @@
 """Drafters that predict several positions in one pass, against a slow version of each."""
 
-import itertools
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,6 @@ from dovetail.workers.heads.head import Head, open_head
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Order, Shape
 from support.block_heads import DRAFTERS, Oracle, write_drafter
-from support.cases import everyday
 from support.models import VOCABULARY
 from support.opening import opening
 
@@ -27,6 +25,7 @@ BACKENDS = ["library", *(["kernels"] if kernels.available() else [])]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 KEY = bytes(range(16))
 TREE = TreeSettings(policy="goodput", gamma=40, depth=3, width=4)
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8)
 CLOSE = 1e-4
 
 
@@ -51,7 +50,7 @@ def open_drafter(
 class Story:
     """A session and the truth about it."""
 
-    def __init__(self, head: Head, *, sampling: Sampling = Sampling(), tree: TreeSettings = TREE):
+    def __init__(self, head: Head, *, sampling: Sampling = GREEDY) -> None:
         self.engine, self.log = BlockDrafter(head, Spans()), list(PROMPT)
         self.random = torch.Generator().manual_seed(1)
         self.features = torch.empty(0, self.engine.reads.row)
@@ -62,7 +61,7 @@ class Story:
             vocabulary_size=VOCABULARY,
             key=KEY,
             sampling=sampling,
-            tree=tree,
+            tree=TREE,
             end=(1, 30),
             replied=0,
             kept=0,
@@ -121,7 +120,7 @@ def best_paths(oracle: Oracle, story: Story, depth: int, width: int) -> list[tup
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_proposal_has_the_best_paths_of_the_lattice_wherever_the_root_moves(
     open_drafter: Callable[..., tuple[Head, Oracle]], name: str, backend: str, sampling: Sampling
