@@ -1,14 +1,19 @@
 """Drafters that predict several positions in one pass, against a slow version of each."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.cache_utils import DFlashCache
 
+from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.noise import gumbel
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
@@ -17,7 +22,8 @@ from dovetail.workers.drafters.block import BlockDrafter, BlockSession
 from dovetail.workers.heads.head import Head, open_head
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Order, Shape
-from support.block_heads import DRAFTERS, Oracle, write_drafter
+from support.block_heads import DRAFTERS, Oracle, config_of, tensors_of, write_drafter
+from support.heads import write_files
 from support.models import VOCABULARY
 from support.opening import opening
 
@@ -140,3 +146,153 @@ def test_a_proposal_has_the_best_paths_of_the_lattice_wherever_the_root_moves(
             [score for score, _ in expected], abs=CLOSE
         ), round_
         assert {path for _, path in found[:30]} <= {path for _, path in expected}
+
+
+def test_a_lattice_serves_processors_that_look_back_and_drawn_children(
+    open_drafter: Callable[..., tuple[Head, Oracle]],
+) -> None:
+    head, _ = open_drafter("dspark-deepspec")
+    banned = Sampling(temperature=0.8, repetition_penalty=1.3, logit_bias=((2, -100.0),))
+    story = Story(head, sampling=banned)
+    proposal = story.engine.draft(story.session, (), 7, Shape(40, 3, 4))
+    assert len(proposal.tree) == 40
+    assert 2 not in proposal.tree.tokens
+    drawn = Story(head, sampling=Sampling(temperature=1.0, acceptance="rejection"))
+    proposal = drawn.engine.draft(drawn.session, (), 7, Shape(12, 3, 2))
+    assert proposal.probabilities is not None
+    assert proposal.probabilities.shape[0] == 1 + len(proposal.tree)
+
+
+def test_several_sessions_share_a_pass_and_get_what_each_gets_alone(
+    open_drafter: Callable[..., tuple[Head, Oracle]],
+) -> None:
+    head, _ = open_drafter("dflash2")
+    alone = Story(head).engine, Story(head)
+    expected = alone[1].engine.draft(alone[1].session, (), 7, Shape(20, 4, 4))
+    together = [Story(head) for _ in range(3)]
+    engine = together[0].engine
+    orders = [Order(story.session, (), 7, Shape(20, 4, 4)) for story in together]
+    found = [outcome for _, outcome in engine.draft_all(orders)]
+    assert [one.tree for one in found] == [expected.tree] * 3  # type: ignore[union-attr]
+
+
+def test_scores_are_learned_from_verdicts(
+    open_drafter: Callable[..., tuple[Head, Oracle]],
+) -> None:
+    for name in ("dflash-z-lab", "dspark-deepspec"):
+        story = Story(open_drafter(name)[0], sampling=SAMPLED)
+        list(story.engine.draft_all([story.order(7)]))
+        for _ in range(4):
+            list(story.engine.draft_all([story.order(11, (0,))]))
+        while story.engine.learn():
+            pass
+        assert story.engine.score_calibration.nodes(sampled=True)[:2] == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    {
+        "no block_size": ({"block_size": None}, "has no block_size in config.json"),
+        "a huge block": (
+            {"block_size": 1 << 20},
+            "block_size 1048576 in config.json: it should be 2",
+        ),
+        "mask": (
+            {"mask_token_id": VOCABULARY},
+            "mask_token_id 48 in config.json, which is outside",
+        ),
+        "no mask": ({"dflash_config": {"target_layer_ids": [0]}}, "has no mask_token_id"),
+        "no taps": ({"dflash_config": {"mask_token_id": 5}}, "has no target_layer_ids"),
+        "taps": ({"target_layer_ids": [0, 7]}, r"layers \[1, 8\], but .* has 2 layers"),
+        "another target": (
+            {"target_layer_ids": [0]},
+            "a target of hidden width 128 and vocabulary",
+        ),
+        "kind of layer": ({"layer_types": ["linear", "full_attention"]}, "has layer_types"),
+        "too few": ({"layer_types": ["full_attention"]}, "should name each of 2 layers"),
+        "no window": ({"layer_types": ["sliding_attention"] * 2}, "no sliding_window"),
+        "unnamed windows": ({"use_sliding_window": True}, "no layer_types"),
+        "interleaved": ({"is_neox_style": False}, "rotates neighbours"),
+        "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        "layers": ({"num_hidden_layers": 3}, r"lacks layers\.2\."),
+    }.values(),
+)
+def test_a_drafter_that_cannot_be_computed_is_refused_in_one_line(
+    tmp_path: Path, llama_folder: Path, change: dict[str, Any], words: str
+) -> None:
+    drafter = replace(DRAFTERS["dflash-z-lab"], config=change)
+    with pytest.raises(CheckpointError, match=words) as refused:
+        open_head(str(write_drafter(tmp_path, drafter)), target=str(llama_folder))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "found", "words"),
+    [
+        ("dflash-z-lab", "layers.1.mlp.up_proj.weight", None, "lacks layers.1.mlp.up_proj.weight"),
+        (
+            "dflash-z-lab",
+            "prefix_gru.weight",
+            torch.ones(2, 2),
+            "unknown tensors prefix_gru.weight",
+        ),
+        ("dflash-z-lab", "layers.0.self_attn.q_norm.weight", torch.ones(3), "wrong shape for"),
+        ("dflash-z-lab", "norm.weight", torch.full((64,), torch.nan), "NaN"),
+        ("dspark-deepspec", "markov_head.markov_w2.weight", torch.ones(4, 8), "wrong shape for"),
+        ("dspark-deepspec", "markov_head.gate_proj.weight", torch.ones(4, 8), "unknown tensors"),
+        ("dflash2", "layers.0.mlp_conv.base_kernel", torch.ones(2, 3, 64), "wrong shape for"),
+        ("dflash2", "candidate_selector.successor_codebook", None, "lacks candidate_selector.succ"),
+    ],
+)
+def test_a_drafter_with_strange_tensors_is_refused_and_they_are_named(
+    tmp_path: Path, llama_folder: Path, name: str, tensor: str, found: Tensor | None, words: str
+) -> None:
+    drafter = DRAFTERS[name]
+    tensors = tensors_of(drafter)
+    tensors.pop(tensor, None)
+    if found is not None:
+        tensors[tensor] = found
+    write_files(tmp_path, tensors, config_of(drafter))
+    with pytest.raises(CheckpointError, match=words):
+        open_head(str(tmp_path), target=str(llama_folder))
+
+
+def test_a_gated_markov_head_is_refused_by_its_name(tmp_path: Path, llama_folder: Path) -> None:
+    drafter = replace(DRAFTERS["dspark-deepspec"], config={"markov_head_type": "gated"})
+    with pytest.raises(CheckpointError, match="markov_head_type 'gated'"):
+        open_head(str(write_drafter(tmp_path, drafter)), target=str(llama_folder))
+
+
+@torch.inference_mode()
+def test_muse_glimmers_drafter_has_the_states_of_transformers(
+    tmp_path: Path, llama_folder: Path
+) -> None:
+    """Its windows are shorter than the context, and both sides of a window are seen."""
+    config = MuseGlimmerAssistantConfig(
+        **{**config_of(DRAFTERS["dflash-z-lab"]), "block_size": 5, "mask_token_id": 5},
+        target_layer_ids=[0, 1],
+        sliding_window=6,
+        hidden_act="silu",
+        attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )
+    torch.manual_seed(3)
+    theirs = MuseGlimmerAssistantModel(config).eval()
+    theirs.save_pretrained(tmp_path)
+    head = open_head(str(tmp_path), target=str(llama_folder), weights="fp32")
+    story = Story(head)
+    assert head.spec.kind == "dflash"
+    order = story.order(7)
+    story.engine.draft_all([order]).__next__()
+    embedding = load_file(llama_folder / "model.safetensors")["model.embed_tokens.weight"]
+    memory = DFlashCache(config=config)
+    memory.set_previous_accepted_tokens(len(PROMPT))
+    found = theirs(
+        cache=memory,
+        use_cache=True,
+        noise_embeds=embedding[torch.tensor([7, 5, 5, 5, 5])][None],
+        context_hidden_states=story.features[None],
+        position_ids=torch.arange(len(PROMPT) + 5)[None],
+    ).last_hidden_state
+    assert story.session.lattice is not None
+    torch.testing.assert_close(story.session.lattice.states, found[0, 1:], rtol=1e-4, atol=1e-4)
