@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from dovetail.workers.heads.block.dflash import BlockSpec, DFlash, DFlashConfig
+from dovetail.workers.heads.block.config import BlockSpec, DFlashConfig
+from dovetail.workers.heads.block.dflash import DFlash
 from dovetail.workers.heads.config import REMEDY, Factor, MisfitError, Size
 from dovetail.workers.heads.spec import Group, Shapes, TargetShape
 

@@ -5,7 +5,8 @@ read and not computed: proposals are pruned by calibrated scores."""
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dovetail.workers.heads.block.dflash import BlockSpec, DFlash, DFlashConfig
+from dovetail.workers.heads.block.config import BlockSpec, DFlashConfig
+from dovetail.workers.heads.block.dflash import DFlash
 from dovetail.workers.heads.config import MisfitError
 from dovetail.workers.heads.spec import Group, Shapes, TargetShape
 

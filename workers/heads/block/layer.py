@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.workers.heads.block.dflash import BlockSpec
+from dovetail.workers.heads.block.config import BlockSpec
 from dovetail.workers.heads.parts import HeadParts
 from dovetail.workers.models.backends.device.products import Product
 
