@@ -12,7 +12,7 @@ from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.on_off import DOUBTED, LEAST_HOPE, Crowd, OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
-from dovetail.runtime.control.pricing import NEW, Pricing, Situation
+from dovetail.runtime.control.pricing import Pricing, Situation
 from dovetail.runtime.control.rounds import Begun, Calibration, Load, Plan, Round
 from dovetail.runtime.costs.rounds import PairCosts
 
@@ -337,6 +337,8 @@ class Controller:
             now.pair.on_off = on_off
         if now.pair is not None and done.drafted is not None:
             self._learn_of_draft(now.pair, done, done.drafted, seconds)
+        elif now.pair is not None:
+            now.pair.late += done.late
         if on_off is not None and on_off.drafting and now.pair and not now.pair.looks_up:
             self._priced = on_off.era, self._price(done.context + done.tokens, now.pair, on_off)
 
@@ -371,7 +373,7 @@ class Controller:
                 before_s=before_s,
                 worth_trying=lambda: self._pricing.hope(done.context) >= LEAST_HOPE,
             )
-        elif done.late or pair is None or pair.rounds >= NEW:
+        elif pair is None or not pair.new or (done.late and pair.late):  # the first may be cold
             rows, pass_s = done.other_rows + done.verified, done.times.verify_ns / 1e9
             slowness = self._now.costs.slowness(
                 pass_s, rows=rows, context=done.context, experts=done.times.experts

@@ -72,6 +72,7 @@ class AheadTrial:
 
 CPU = "cpu"  # a device that is shared by workers with common cores
 MAX_WORDS = 512  # most characters of a reason or a decision; it contains names chosen by workers
+NEW = 2  # first rounds of a pair, not judged because the draft's caches are cold
 CALIBRATED = 8  # rounds before expected and accepted nodes are compared
 
 
@@ -98,6 +99,7 @@ class Pair:
     """Experience of concurrent sessions, by greediness and level of load."""
     trial: AheadTrial = field(default_factory=AheadTrial)
     rounds: int = 0  # rounds with a draft
+    late: int = 0  # rounds whose proposal arrived too late
     controls: int = 0  # measurements of rounds without a draft
     hits: Average = field(default_factory=Average)
     gamma: Average = field(default_factory=Average)
@@ -127,6 +129,11 @@ class Pair:
             return 1.0
         return min(MOST_CALIBRATION, self.accepted.value / self.expected_nodes.value)
 
+    @property
+    def new(self) -> bool:
+        """Whether the draft's caches may still be cold."""
+        return self.rounds + self.late < NEW
+
     def crowd(self, *, greedy: bool, load: Load) -> Crowd:
         """Return the experience at a load of several sessions; it applies to no other load."""
         key = greedy, load.level
@@ -138,6 +145,8 @@ class Pair:
         """Learn from a drafted round and its seconds, without the wait for the target."""
         times, costs = done.times, self.costs
         costs.draft.observe_all(drafted.passes)
+        if not self.new and costs.exposed_s.count == self.rounds <= NEW:  # measured while cold
+            costs.exposed_s, costs.draft_hop_s = Average(), Average()
         costs.exposed_s.add(times.draft_ns / 1e9)
         costs.draft_hop_s.add(times.draft_hop_ns / 1e9)
         self.hits.add(drafted.hit)

@@ -29,7 +29,6 @@ FEW = 4
 SURE = 0.8  # probability of a guess in predictable text: it determines the depth of a test
 HOPED_GAIN = 0.5  # hoped-for time per token in a test, as a share of that without a draft
 MOST_DEADLINE_MS = 3.6e6
-NEW = 2  # first rounds of a pair, not judged because the draft's caches are cold
 HASTE = 0.4
 """Share of the waiting time after which a new draft starts no further level, so that two fit."""
 LEAST_WAIT_S = 2e-3  # precision of timers and schedulers on a busy machine
@@ -120,7 +119,7 @@ class Pricing:
         most = max(rows, load.target + self._most_nodes)
         seconds = self._now.costs.target.up_to(most + 1, context)
         floor = least_probability(rate * load.target, seconds, rows, most)
-        deadline_ms = 1e3 * (wait_s or 0.0) * (HASTE if pair.rounds < NEW else 1.0)
+        deadline_ms = 1e3 * (wait_s or 0.0) * (HASTE if pair.new else 1.0)
         return Plan(
             rate=rate * load.draft,
             floor=floor,
@@ -151,14 +150,14 @@ class Pricing:
             hoped = sum(SURE**level for level in range(1, depth + 1)) if self._level_s(pair) else 0
             return max(LEAST_WAIT_S, alone_s * max(1.0, hoped))
         known = pair if now.crowd is None else now.crowd
-        gain = known.tokens.value - 1.0 if pair.rounds >= NEW else 0.0
+        gain = known.tokens.value - 1.0 if not pair.new else 0.0
         return max(
             LEAST_WAIT_S, alone_s, min(gain * alone_s, USUAL * now.costs.order_s * now.load.draft)
         )
 
     def _level_s(self, pair: Pair) -> float:
         """Return the seconds of a level, which a draft always completes; 0 for a new pair."""
-        return self._now.costs.draft.at(1) if pair.rounds >= NEW else 0.0
+        return self._now.costs.draft.at(1) if not pair.new else 0.0
 
     def _hopeful_depth(self, context: int) -> int:
         """Return how many levels pay off in predictable text, at least one; one if unknown."""

@@ -129,6 +129,22 @@ def test_a_slow_draft_that_takes_the_place_of_another_costs_little() -> None:
     assert took_s <= FACTOR * without_s
 
 
+def test_the_late_first_proposal_of_a_cold_draft_does_not_end_drafting() -> None:
+    wishes = [wish(tokens=60)]
+    without_s, tokens = alone(wishes)
+    world = house(2.0)
+    (draft,) = drafts(world)
+
+    def warm_up(told: list[Told]) -> None:
+        world.run_until(lambda: len(told[0].tokens) >= 7, 60 * S, "no tokens came")
+        draft.costs = costs(0.1)
+
+    took_s, heard = seconds(world, wishes, warm_up)
+    assert heard == tokens
+    assert took_s < 0.6 * without_s
+    assert not any("stopped" in words for words in world.coordinator.report().decisions)
+
+
 def test_a_draft_that_becomes_fast_drafts_again() -> None:
     world = house(25.0)
     seconds(world, [wish()])

@@ -103,7 +103,7 @@ def test_nothing_is_remembered_where_that_is_switched_off(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["logits", "angles", "attention", "stored", "transposed", "config"]
+    "field", ["logits", "angles", "attention", "stored", "transposed", "config", "fewer"]
 )
 def test_a_proof_that_does_not_hold_is_dropped_and_said(
     folder: Path, caplog: pytest.LogCaptureFixture, field: str
@@ -113,7 +113,7 @@ def test_a_proof_that_does_not_hold_is_dropped_and_said(
     key = f"{open_checkpoint(str(folder)).digest} FP32 torch.float32 None"
     proof = proofs.find(key)
     assert proof is not None
-    proofs.keep(key, dataclasses.replace(proof, **{field: changed(proof, field)}))
+    proofs.keep(key, dataclasses.replace(proof, **changed(proof, field)))
     with caplog.at_level(logging.WARNING):
         again = load(folder, "auto")
     assert again.proved == ""
@@ -122,8 +122,14 @@ def test_a_proof_that_does_not_hold_is_dropped_and_said(
     assert load(folder, "auto").proved
 
 
-def changed(proof: Proof, field: str) -> object:
-    """Return another value of a field, such as it might have of another model."""
+def changed(proof: Proof, field: str) -> dict[str, Any]:
+    """Return a field with another value, such as it might have of another model."""
+    if field == "fewer":
+        return {"config": {k: v for k, v in proof.config.items() if k != "num_attention_heads"}}
+    return {field: other_value(proof, field)}
+
+
+def other_value(proof: Proof, field: str) -> object:
     match field:
         case "logits":
             return "0" * 64

@@ -73,20 +73,24 @@ class StumbledError(CheckpointError):
 @contextlib.contextmanager
 def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
     """Refuse unprovable models, and those that raise unexpected errors, by configuration and
-    class."""
+    class. Without transformers' configuration, as by a remembered proof, there is no more to
+    say than the error itself."""
+    blamed = hasattr(model.config, "to_dict")
     what = f"{checkpoint.source}: model type {model.config.model_type} cannot be decoded here"
     try:
         yield
     except (UserError, UnsupportedError):
         raise
     except UnprovableError as error:
+        if not blamed:
+            raise
         stumbled = error.__cause__ is not None and not said_by(error.__cause__)
         why = why_refused(model.config, type(model)) if stumbled else f"{error}; {REMEDY}"
         raise CheckpointError(f"{what}: {why}") from error
     except Exception as error:  # foreign code may fail in any way
         if is_out_of_memory(error):
             raise
-        said = said_by(error)
+        said = said_by(error) or ("" if blamed else f"{type(error).__name__}: {error}")
         why = f"{said}; {REMEDY}" if said else why_refused(model.config, type(model))
         raise StumbledError(f"{what}: {why}") from error
 
