@@ -19,10 +19,11 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels
 from dovetail.workers.drafters.block import BlockDrafter, BlockSession
-from dovetail.workers.heads.head import Head, open_head
+from dovetail.workers.heads.head import Head, classify, open_head
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Order, Shape
 from support.block_heads import DRAFTERS, Oracle, config_of, tensors_of, write_drafter
+from support.gguf_blocks import write_gguf_drafter
 from support.heads import write_files
 from support.models import VOCABULARY
 from support.opening import opening
@@ -33,6 +34,7 @@ KEY = bytes(range(16))
 TREE = TreeSettings(policy="goodput", gamma=40, depth=3, width=4)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8)
 CLOSE = 1e-4
+IN_FILES = ("dflash-z-lab", "dflash-two-sided", "dflash-causal", "dspark-deepspec", "dflash2")
 
 
 @pytest.fixture(scope="module")
@@ -296,3 +298,37 @@ def test_muse_glimmers_drafter_has_the_states_of_transformers(
     ).last_hidden_state
     assert story.session.lattice is not None
     torch.testing.assert_close(story.session.lattice.states, found[0, 1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", IN_FILES)
+def test_a_drafter_in_a_gguf_file_proposes_what_its_folder_does(
+    open_drafter: Callable[..., tuple[Head, Oracle]], tmp_path: Path, llama_folder: Path, name: str
+) -> None:
+    file = write_gguf_drafter(tmp_path / "draft.gguf", DRAFTERS[name])
+    assert classify(str(file)) == DRAFTERS[name].kind
+    heads = open_head(str(file), target=str(llama_folder), weights="fp32"), open_drafter(name)[0]
+    found, expected = (
+        story.engine.draft(story.session, (), 7, Shape(40, 3, 4)) for story in map(Story, heads)
+    )
+    assert found.tree == expected.tree
+    assert found.scores == expected.scores
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"target_layers": None}, r"key dflash\.target_layers is missing"),
+        ({"target_layers": [1, 5]}, "has 2 layers: take the drafter"),
+        ({"hyper_connection.count": 4}, "hyper-connections"),
+        ({"attention.scale": 0.5}, "the scale 0.5, instead of 0.25"),
+        ({"rope.dimension_sections": [4, 4, 0, 0]}, "several dimensions"),
+        ({"magic": 7}, r"key dflash\.magic is not known"),
+        ({"block_size": 4000}, "block_size 4000"),
+    ],
+)
+def test_a_gguf_file_of_a_drafter_that_cannot_be_computed_is_refused(
+    tmp_path: Path, llama_folder: Path, facts: dict[str, Any], words: str
+) -> None:
+    file = write_gguf_drafter(tmp_path / "draft.gguf", DRAFTERS["dflash-z-lab"], **facts)
+    with pytest.raises(CheckpointError, match=words):
+        open_head(str(file), target=str(llama_folder))

@@ -47,6 +47,10 @@ class DFlash2(DFlash):
     name, title, config, spec = "dflash2", "DFlash-2", DFlash2Config, DFlash2Spec
     sign = f"{PROJECTION}.weight"
 
+    def rename(self, plain: str) -> str:
+        renamed = super().rename(plain)
+        return renamed.removesuffix(".weight") if "_codebook." in renamed else renamed
+
     def fields(self, config: DFlash2Config, shapes: Shapes, target: TargetShape) -> dict[str, Any]:
         projection = shapes.get(self.sign, ())
         return {
