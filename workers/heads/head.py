@@ -263,7 +263,7 @@ def open_head(
 def _overflows(head: Head) -> bool:
     """Return whether large inputs overflow fp16: the tokens whose embeddings have the largest
     norms, massive features, and a few levels of recurrent states."""
-    width, count = head.spec.feature_width, TRIED_ROWS
+    width, count = head.spec.feature_width, head.spec.block or TRIED_ROWS
     features = torch.randn(count, width, generator=torch.Generator().manual_seed(1))
     features[torch.arange(count), torch.arange(count) * width // count] = MASSIVE
     tokens, cache = head.longest_tokens(count), head.new_cache(count * (1 + TRIED_LEVELS))
@@ -273,7 +273,7 @@ def _overflows(head: Head) -> bool:
         positions, segment = torch.tensor(rows), Segment(cache, rows.start, count)
         found = head.forward(tokens, features, positions, [segment], true=level == 0)
         wrong.append(found.logits.isnan().any() | found.logits.isposinf().any())
-        features = found.states
+        features = found.states if len(found.states) else torch.zeros(count, head.spec.hidden)
     return bool(torch.stack(wrong).any())
 
 
