@@ -1,6 +1,7 @@
 """Drafters that predict several positions in one pass, in real processes: they change no token."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.block_heads import write_drafter
 from support.cases import everyday
 from support.losslessness import difference
 from support.models import tiny_llama
+from support.parallel_heads import write_parallel_head
 from support.stacks import complete_all, running
 
 TREES = {
@@ -46,13 +48,16 @@ def replies(
 
 @pytest.mark.parametrize(
     "name",
-    everyday(["dflash-z-lab", "dspark-deepspec", "dflash2", "dflash-mixed"], "dspark-deepspec"),
+    everyday(
+        ["dflash-z-lab", "dspark-deepspec", "dflash2", "dflash-mixed", "peagle"], "dspark-deepspec"
+    ),
 )
 def test_a_block_drafter_changes_no_token_of_several_sessions_and_of_their_next_turns(
     tmp_path: Path, name: str
 ) -> None:
-    target = tiny_llama(tmp_path / "target", layers=4)
-    drafter = write_drafter(tmp_path / "draft", name)
+    target = tiny_llama(tmp_path / "target", layers=3)
+    write = write_parallel_head if name == "peagle" else partial(write_drafter, name=name)
+    drafter = write(tmp_path / "draft")
     accepted = 0
     with running(
         {"target.model": str(target), "draft.model": str(drafter), "draft.device": "cpu"}

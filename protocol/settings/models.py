@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from dovetail.protocol.settings.values import Frozen, words
 
-HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro", "dflash", "dspark", "dflash2")
+HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro", "dflash", "dspark", "dflash2", "peagle")
 """The draft kinds that are heads: they read features of the one target they are trained for."""
 
 

@@ -21,12 +21,13 @@ from dovetail.workers import kernels
 from dovetail.workers.drafters.block import BlockDrafter, BlockSession
 from dovetail.workers.heads.head import Head, classify, open_head
 from dovetail.workers.sessions.wire import TYPES, to_array
-from dovetail.workers.speculation.proposal import Order, Shape
+from dovetail.workers.speculation.proposal import Order, Proposal, Shape
 from support.block_heads import DRAFTERS, Oracle, config_of, tensors_of, write_drafter
 from support.gguf_blocks import write_gguf_drafter
 from support.heads import write_files
 from support.models import VOCABULARY
 from support.opening import opening
+from support.parallel_heads import logits_of, write_parallel_head
 
 BACKENDS = ["library", *(["kernels"] if kernels.available() else [])]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -332,3 +333,21 @@ def test_a_gguf_file_of_a_drafter_that_cannot_be_computed_is_refused(
     file = write_gguf_drafter(tmp_path / "draft.gguf", DRAFTERS["dflash-z-lab"], **facts)
     with pytest.raises(CheckpointError, match=words):
         open_head(str(file), target=str(llama_folder))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parallel_head_has_the_logits_of_one_causal_pass_wherever_the_root_moves(
+    tmp_path: Path, llama_folder: Path, backend: str
+) -> None:
+    folder = write_parallel_head(tmp_path)
+    story = Story(open_head(str(folder), target=str(llama_folder), weights="fp32", backend=backend))
+    embedding = load_file(llama_folder / "model.safetensors")["model.embed_tokens.weight"].double()
+    assert story.engine.head.spec.kind == "peagle"
+    for bonus, accepted in [(7, ()), (11, (0,)), (2, ())]:
+        ((_, proposal),) = story.engine.draft_all([story.order(bonus, accepted)])
+        assert isinstance(proposal, Proposal)
+        expected = logits_of(folder, embedding, story.log, story.features[: len(story.log) - 1])
+        assert story.session.lattice is not None
+        found = story.session.lattice.logits.double()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert story.session.cache.length == len(story.log) - 1

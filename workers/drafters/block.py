@@ -1,13 +1,13 @@
 """The engine of block drafters, which predict several positions in one pass (DFlash, DSpark,
-DFlash-2).
+DFlash-2, P-EAGLE).
 
 A block of rows, the root's and mask tokens behind it, follows the true rows of the log in the
-cache, and is dropped after the pass. It gives a *lattice*: logits of each position given the log
-alone, and for some kinds scores of pairs of neighbouring tokens. Expanding a node of the tree
-needs no pass: its children are the likeliest tokens of its position under the target's noise,
-which all nodes of a level share, with the scores of pairs that its own token adds. The scores of
-pairs are computed for the likeliest `candidates` of a position; the others keep their share of the
-probability.
+cache, and is dropped after the pass; only the first row of P-EAGLE's, the last true row, stays. The
+pass gives a *lattice*: logits of each position given the log alone, and for some kinds scores of
+pairs of neighbouring tokens. Expanding a node of the tree needs no pass: its children are the
+likeliest tokens of its position under the target's noise, which all nodes of a level share, with
+the scores of pairs that its own token adds. The scores of pairs are computed for the likeliest
+`candidates` of a position; the others keep their share of the probability.
 
 A new lattice replaces the old one in each round, so nothing is kept when the root moves, and trees
 do not grow ahead."""
@@ -20,12 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.head import FORETOLD, HeadDrafter
 from dovetail.workers.drafters.head_levels import Kind
-from dovetail.workers.drafters.head_session import HeadSession
+from dovetail.workers.drafters.head_session import HeadLeft, HeadSession
 from dovetail.workers.drafters.passes import EMPTY, Rows, Steps
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import MAX_TREE_ROWS
@@ -35,7 +37,7 @@ from dovetail.workers.models.segment import Segment
 from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes
 from dovetail.workers.speculation.proposal import Shape
 
-BLOCK = Kind(true=False)
+BLOCK, TRUE_ROWS = Kind(true=False), Kind(true=True)
 
 
 @dataclass
@@ -160,6 +162,13 @@ class BlockDrafter(HeadDrafter):
         super().__init__(head, spans, contrast=False, **more)
         spec = head.spec
         self._about = {"block": spec.block, "deepest": spec.levels}
+        self.held = int(head.mask_features is not None)
+
+    def open(self, order: Open, base: HeadLeft | None = None) -> HeadSession:
+        if base is not None and min(order.kept, base.rows) + self.held >= len(order.prompt):
+            text = "the last row of a prompt is computed with each block; open the session without"
+            raise RequestError("prefix", text)
+        return super().open(order, base)
 
     def _new_session(self, **fields: Any) -> HeadSession:
         return BlockSession(**fields, **self._about)
@@ -188,21 +197,26 @@ class BlockDrafter(HeadDrafter):
         assert isinstance(session, BlockSession)
         yield from self._read_true(session, predicted=False, contrast=False)
         found: Predicted = yield self._block_of(session)
+        if self.held:
+            session.commit(self.held)
         pairs, candidates = self.head.pairs, self.head.spec.candidates
         session.lattice = Lattice(found.logits, found.states, session.log[-1], pairs, candidates)
         return found.logits[:1]
 
     def _block_of(self, session: BlockSession) -> Rows:
         """Return the rows of a block behind the true rows as part of a pass."""
-        spec, cache = self.head.spec, session.cache
-        first = len(session.log) - 1
+        spec, cache, mask = self.head.spec, session.cache, self.head.mask_features
+        first, behind = len(session.log) - 1 - self.held, spec.block - 1
+        features = torch.zeros(spec.block, spec.hidden)
+        if mask is not None:
+            features = torch.cat([session.next_features(1).float(), mask.expand(behind, -1)])
         return Rows(
-            torch.tensor([session.log[-1], *[spec.mask_token] * (spec.block - 1)]),
+            torch.tensor([session.log[-1], *[spec.mask_token] * behind]),
             torch.arange(first, first + spec.block),
             Segment(cache, cache.length, spec.block),
             spec.levels,
-            kind=BLOCK,
-            features=torch.zeros(spec.block, spec.hidden),
+            kind=BLOCK if mask is None else TRUE_ROWS,
+            features=features,
         )
 
     def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Steps:

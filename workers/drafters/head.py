@@ -84,6 +84,7 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
     """The engine of a draft head; makes one pass at a time."""
 
     reads: Reads
+    held = 0  # true rows that are computed with a block only
     kept = 0
     """Keep no more children than an order requests: growth ahead continues from the head's own
     guesses, and children of unlikely tokens are nearly worthless. Simulated with the embedded
@@ -258,7 +259,7 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
         """Compute the missing true rows whose tokens are known; if `predicted`, return the last
         one's prediction."""
         last = Predicted(EMPTY, EMPTY, None)
-        while count := min(session.fed, len(session.log) - 1) - session.rows:
+        while count := min(session.fed, len(session.log) - 1 - self.held) - session.rows:
             count = min(count, CHUNK, session.window)
             session.make_room(count)
             last = yield session.true_rows(count, predicted=predicted, contrast=contrast)

@@ -83,6 +83,7 @@ class Head:
         self._engine, self.graphs = engine, Graphs()
         kind, parts = HEADS[self.spec.kind], HeadParts(checkpoint, engine)
         self._body, self.pairs = kind.body(parts), kind.pairs(parts)
+        self.mask_features = kind.mask_features(parts)
         self.ours = engine.ours  # our functions for rows of several sessions, if any
         self._table = _table(checkpoint.embedding, engine)
         shares = checkpoint.output is checkpoint.embedding and engine.table is not None
