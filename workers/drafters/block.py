@@ -160,8 +160,6 @@ class BlockDrafter(HeadDrafter):
 
     def __init__(self, head: Head, spans: Spans, **more: Any) -> None:
         super().__init__(head, spans, contrast=False, **more)
-        spec = head.spec
-        self._about = {"block": spec.block, "deepest": spec.levels}
         self.held = int(head.mask_features is not None)
 
     def open(self, order: Open, base: HeadLeft | None = None) -> HeadSession:
@@ -171,7 +169,7 @@ class BlockDrafter(HeadDrafter):
         return super().open(order, base)
 
     def _new_session(self, **fields: Any) -> HeadSession:
-        return BlockSession(**fields, **self._about)
+        return BlockSession(**fields, block=self.head.spec.block, deepest=self.head.spec.levels)
 
     def _tree_rows(self, sampling: Sampling, tree: TreeSettings) -> int:
         return self.head.spec.block

@@ -156,8 +156,8 @@ class Ranking:
 
     def divisor(self, level: int) -> float:
         """Return the number by which logits after nodes on `level` are divided to be ranked."""
-        scale = self.scales[class_of(np.array([level + 1], np.int32))[0]]
-        return scale.sharpening * (self.sampling.temperature or 1.0)
+        (depth_class,) = class_of(np.array([level + 1], np.int32)).tolist()
+        return self.scales[depth_class].sharpening * (self.sampling.temperature or 1.0)
 
     def note(
         self,

@@ -12,10 +12,11 @@ from dovetail.workers.heads.block.config import (
     taps_of,
     views_of,
 )
-from dovetail.workers.heads.config import MisfitError
+from dovetail.workers.heads.config import HeadConfig, MisfitError
 from dovetail.workers.heads.kind import HeadKind
 from dovetail.workers.heads.spec import (
     Group,
+    HeadSpec,
     Shapes,
     TargetShape,
     attention_groups,
@@ -34,7 +35,8 @@ class DFlash(HeadKind):
     """DFlash in the formats of its public checkpoints."""
 
     name, title = "dflash", "DFlash"
-    config, spec = DFlashConfig, BlockSpec
+    config: ClassVar[type[HeadConfig]] = DFlashConfig
+    spec: ClassVar[type[HeadSpec]] = BlockSpec
     own_embedding = True
     sign: ClassVar[str] = ""  # a tensor that only this kind has
 

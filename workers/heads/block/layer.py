@@ -1,5 +1,6 @@
 """A decoder layer over the rows of a block, and the convolution of DFlash-2 around its halves."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,7 +71,10 @@ class BlockLayer:
             self._attention.attend(seen, mixed, rows)
             return mixed if self._scale == 1.0 else mixed * self._scale
 
-        sublayers = attend, lambda rows: self._down(self._gated(self._up(rows)))
+        def feed(rows: Tensor) -> Tensor:
+            return self._down(self._gated(self._up(rows)))
+
+        sublayers: Sequence[Product] = attend, feed
         for norm, convolution, run in zip(self._norms, self._convolutions, sublayers, strict=True):
             rows = norm(states)
             if convolution is None:
