@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from dovetail.launch.settings.models import DEMO_FOLDER, head_folder
 from dovetail.protocol.messages import Finished
@@ -17,6 +18,7 @@ from dovetail.protocol.settings import HEAD_KINDS, Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.workers import kernels
 from support.cases import everyday
+from support.gguf_heads import write_gguf_head
 from support.heads import Variant, write_head
 from support.inflated import inflated
 from support.losslessness import difference
@@ -336,23 +338,24 @@ HEADS = {
 }
 
 
+EMBEDDED = {
+    "hidden": 256,
+    "target_width": 256,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 32,
+    "intermediate": 256,
+    "dtype": torch.float16,
+    "vocabulary": 4096,
+    "draft_vocabulary": 4096,
+    "config": {"max_position_embeddings": 512},
+}
+"""The shape of a head for the embedded target."""
+
+
 def demo_head(folder: Path, kind: str) -> Path:
     """A head with random weights for the embedded target."""
-    shape = {
-        "hidden": 256,
-        "target_width": 256,
-        "heads": 8,
-        "kv_heads": 4,
-        "head_dim": 32,
-        "intermediate": 256,
-        "dtype": torch.float16,
-    }
-    sizes = {
-        "vocabulary": 4096,
-        "draft_vocabulary": 4096,
-        "config": {"max_position_embeddings": 512},
-    }
-    return write_head(folder, Variant(kind, **{**shape, **sizes, **HEADS[kind]}))  # type: ignore[arg-type]
+    return write_head(folder, Variant(kind, **{**EMBEDDED, **HEADS[kind]}))  # type: ignore[arg-type]
 
 
 def check_head(
@@ -477,6 +480,17 @@ def test_a_head_changes_nothing_whatever_its_type_of_weights(
         {"draft.model": str(demo_head(tmp_path, "dovetail")), "draft.weights": weights},
         PROMPTS[:1],
     )
+
+
+@pytest.mark.slow
+def test_a_head_in_a_gguf_file_that_reads_the_last_stream_changes_nothing(
+    client: Client, tmp_path: Path
+) -> None:
+    config = {"max_position_embeddings": 512, "norm_before_residual": True}
+    shape = {**EMBEDDED, "draft_vocabulary": 1000, "taps": (2, 4, 8), "config": config}
+    folder = write_head(tmp_path / "head", Variant("eagle3", **shape))  # type: ignore[arg-type]
+    write_gguf_head(folder, tmp_path / "head.gguf", GGMLQuantizationType.Q8_0)
+    check_head(client, {"draft.model": str(tmp_path / "head.gguf")}, PROMPTS[:1])
 
 
 @pytest.mark.slow

@@ -912,11 +912,6 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
         lambda t, c: t.update({"x" * 9999: torch.zeros(1)}),
         r"unknown tensors x{100}\.\.\.$",
     ),
-    "a format that leaves something to be guessed": (
-        "eagle3",
-        lambda t, c: c.update(transformer_layer_config={}),
-        "norm_before_residual",
-    ),
 }
 
 

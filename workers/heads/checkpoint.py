@@ -138,6 +138,8 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
     dtype = _feature_type(weights, files, target)
     spec = kind.read_spec(config, shapes, target.shape, dtype)
     kind.check(spec, config, shapes, target.shape)
+    for note in kind.notes(config):
+        log.warning("%s: %s", source, note)
     refuse_strange(spec, kind.groups(spec, config), shapes)
     _refuse_types({plain: files.types[name] for plain, name in names.items()})
     rotation = Rotation(
@@ -147,7 +149,7 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
     embedding, output = _shared(
         source,
         spec,
-        tensors.pop("embed_tokens.weight", None),
+        _set(tensors.pop("embed_tokens.weight", None)),
         tensors.pop("lm_head.weight", None),
         target,
     )
@@ -164,6 +166,16 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
         tokens,
         files.coded,
     )
+
+
+def _set(embedding: Tensor | None) -> Tensor | None:
+    """Return an embedding; None if it is only a place for the target's, all NaN. Raises
+    `MisfitError` if a part of it is not finite."""
+    if embedding is None or bool(embedding.isnan().all()):
+        return None
+    if not bool(embedding.isfinite().all()):
+        raise MisfitError("has NaN or infinite values in embed_tokens.weight; convert it again")
+    return embedding
 
 
 def _names(kind: HeadKind, names: Iterable[str]) -> dict[str, str]:

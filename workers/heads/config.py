@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from dovetail.protocol.messages import MAX_LAYERS, MAX_TAPS, MAX_WIDTH, Label
 from dovetail.protocol.settings import Frozen
 
+LONGEST_TARGET = 100  # longer names of targets are truncated to this many characters
 REMEDY = "take the config.json that belongs to its weights"
 
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
@@ -81,6 +82,18 @@ class OwnConfig(Read):
     trained_for: Label = ""  # digest of the target
 
 
+class VerifierConfig(Read):
+    """The target in `speculators_config`."""
+
+    name_or_path: str = ""
+
+
+class SpeculatorsConfig(Read):
+    """The object `speculators_config` of the speculators library."""
+
+    verifier: VerifierConfig = VerifierConfig()
+
+
 class HeadConfig(Read):
     """The keys of config.json that every kind of head has; kinds add their own in a subclass. Keys
     without a default are required; None means that the value is derived from others."""
@@ -101,6 +114,13 @@ class HeadConfig(Read):
     bias: bool = False
     qkv_bias: bool = False
     dovetail: OwnConfig = OwnConfig()
+    speculators_config: SpeculatorsConfig = SpeculatorsConfig()
+
+    @property
+    def made_for(self) -> str:
+        """Return the name of the target that the head was made for, in brackets; else empty."""
+        name = self.speculators_config.verifier.name_or_path
+        return f" ({name[:LONGEST_TARGET]})" if name else ""
 
 
 ConfigT = TypeVar("ConfigT", bound=HeadConfig)
@@ -112,11 +132,6 @@ def read_config(values: Mapping[str, Any], model: type[ConfigT]) -> ConfigT:
     `transformer_layer_config` (the speculators library)."""
     inner = values.get("transformer_layer_config")
     if isinstance(inner, Mapping):
-        if "norm_before_residual" in model.model_fields and "norm_before_residual" not in values:
-            raise MisfitError(
-                "has no norm_before_residual in config.json, for which its format has no "
-                "default; add it"
-            )
         values = {**inner, **values}
     elif inner is not None:
         raise MisfitError(

@@ -83,9 +83,13 @@ class HeadKind(ABC):
         self, spec: HeadSpec, config: HeadConfig, shapes: Shapes, target: TargetShape
     ) -> None:
         """Raise `MisfitError` if a head does not fit its target or needs something unsupported."""
-        refuse_other_target(self.target_width(spec, shapes), spec, target)
+        refuse_other_target(self.target_width(spec, shapes), spec, target, config.made_for)
         if self.silu and config.hidden_act not in ("silu", "swish"):
             raise MisfitError(f"has hidden_act {config.hidden_act!r}; heads compute with silu")
+
+    def notes(self, config: Any) -> list[str]:
+        """Return warnings about defaults that a config.json leaves open."""
+        return []
 
     def target_width(self, spec: HeadSpec, shapes: Shapes) -> int:
         """Return the width of the target that a head was made for, from its tensors."""

@@ -15,8 +15,9 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 FeatureType = Literal["float16", "bfloat16"]
 
-IGNORED = re.compile(r".*rotary_emb\.inv_freq")
-"""Buffers of old transformers versions, which can be derived from config.json."""
+IGNORED = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
+"""Buffers of old transformers versions, which can be derived from config.json, and the speculators
+library's copies of the target's tensors."""
 EXPERTS = "layers.0.mlp_moe"  # the module of a head's experts
 NAMED = 8  # the most tensors named in an error; a checkpoint of another kind would fill a page
 LONGEST_NAME = 100  # longer names of tensors are truncated to this many characters
@@ -104,13 +105,15 @@ def common_fields(
     }
 
 
-def refuse_other_target(width: int, spec: HeadSpec, target: TargetShape) -> None:
+def refuse_other_target(
+    width: int, spec: HeadSpec, target: TargetShape, made_for: str = ""
+) -> None:
     """Raise `MisfitError` with both shapes if a head that reads features of this `width` was made
-    for another target."""
+    for another target; `made_for`: its name in brackets, if known."""
     if (width, spec.vocabulary_size) != (target.width, target.vocabulary_size):
         raise MisfitError(
             f"is a head for a target of hidden width {width} and vocabulary "
-            f"{spec.vocabulary_size}, but {target.name} has hidden width {target.width} "
+            f"{spec.vocabulary_size}{made_for}, but {target.name} has hidden width {target.width} "
             f"and vocabulary {target.vocabulary_size}: take the head that was trained for it, "
             "or name its own target with --target.model FOLDER"
         )

@@ -3,10 +3,11 @@ could make a model silently wrong is refused by name: weights that are pickled, 
 from the index, not finite, or quantised in an unknown way."""
 
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ from dovetail.workers.models.checkpoints.quantised.tensors import decoded
 from dovetail.workers.models.checkpoints.stored import CODE_TYPES, Stored
 from dovetail.workers.models.checkpoints.tokenizer import read_language
 from dovetail.workers.progress import loading
+
+UNSET = re.compile(r"(model\.)?(embed_tokens|verifier_norm|verifier_lm_head)\.weight")
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,8 @@ def open_weights(folder: Path, *, wait: bool = True) -> Weights:
     sources, tensors = _read_headers(folder)
     tensors = _apart(text_part(content), decoded(text_part(content), tensors))
     _refuse_kinds(tensors)
+    if "speculators_model_type" in content:
+        sources = [_with_unset(source) for source in sources]
     configuration = read_bytes(folder / "config.json")
     if wait:
         digesting = known_digest(digest_of(configuration, sources))
@@ -212,6 +217,13 @@ def _apart(config: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, S
             found[f"{before}.{part}_proj.{after}"] = stored.some(first, count * width)
             first += count * width
     return found
+
+
+def _with_unset(source: DigestSource) -> DigestSource:
+    """Return a file whose copies of the target's tensors may be NaN, as the speculators library
+    leaves them."""
+    parts = [replace(one, kind="") if UNSET.fullmatch(one.name) else one for one in source.parts]
+    return replace(source, parts=parts)
 
 
 def _read_headers(folder: Path) -> tuple[list[DigestSource], dict[str, Stored]]:
