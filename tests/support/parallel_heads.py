@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import silu
 
-from support.heads import VARIANTS, write_head
+from support.heads import VARIANTS, head_tensors, write_head
 from support.models import VOCABULARY
 
 MASK, DIM = 5, 16
@@ -18,10 +18,13 @@ MASK, DIM = 5, 16
 
 def write_parallel_head(folder: Path) -> Path:
     """Write a head for `tiny_llama`."""
-    variant = replace(VARIANTS["eagle3"], taps=(0, 1, 2), config={"mask_token_id": MASK})
+    own = {"mask_token_id": MASK, "num_hidden_layers": 2}
+    variant = replace(VARIANTS["eagle3"], taps=(0, 1, 2), config=own)
     file = write_head(folder, variant, gain=1.0) / "model.safetensors"
+    second = head_tensors(replace(VARIANTS["dovetail-3"], blocks=2, gain=1.0), seed=4)
     mask = torch.randn(1, 1, 192, generator=torch.Generator().manual_seed(9))
-    save_file({**load_file(file), "mask_hidden": mask}, file)
+    layer = {name: tensor for name, tensor in second.items() if name.startswith("layers.1.")}
+    save_file({**load_file(file), **layer, "mask_hidden": mask}, file)
     return folder
 
 
@@ -40,26 +43,28 @@ def logits_of(folder: Path, embedding: Tensor, log: Sequence[int], given: Tensor
     mask = tensors["mask_hidden"].view(1, -1).expand(levels - 1, -1)
     g = linear(torch.cat([given.double(), mask]), "fc")
     tokens = torch.tensor([*log[1:], *[MASK] * (levels - 1)])
-    at, count = "midlayer.self_attn.", len(tokens)
-    x = torch.cat(
-        [norm(embedding[tokens], "midlayer.input_layernorm"), norm(g, "midlayer.hidden_norm")], 1
-    )
+    count = len(tokens)
     angles = torch.arange(count)[:, None] * 1e4 ** (-torch.arange(0, DIM, 2).double() / DIM)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-
-    def turned(name: str) -> Tensor:
-        a, b = linear(x, f"{at}{name}_proj").view(count, -1, DIM).chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-    q, k, v = turned("q"), turned("k"), linear(x, f"{at}v_proj").view(count, -1, DIM)
-    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
     later = torch.ones(count, count, dtype=torch.bool).triu(1)
-    scores = (torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5).masked_fill(later, float("-inf"))
-    y = g + linear(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1), f"{at}o_proj")
-    u, mlp = norm(y, "midlayer.post_attention_layernorm"), "midlayer.mlp."
-    y = y + linear(
-        silu(linear(u, f"{mlp}gate_proj")) * linear(u, f"{mlp}up_proj"), f"{mlp}down_proj"
-    )
+
+    def layer(at: str, x: Tensor, states: Tensor) -> Tensor:
+        def turned(name: str) -> Tensor:
+            a, b = linear(x, f"{at}self_attn.{name}_proj").view(count, -1, DIM).chunk(2, dim=-1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+        q, k, v = turned("q"), turned("k"), linear(x, f"{at}self_attn.v_proj").view(count, -1, DIM)
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        scores = (torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5).masked_fill(later, float("-inf"))
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        states = states + linear(mixed, f"{at}self_attn.o_proj")
+        u = norm(states, f"{at}post_attention_layernorm")
+        wide = silu(linear(u, f"{at}mlp.gate_proj")) * linear(u, f"{at}mlp.up_proj")
+        return states + linear(wide, f"{at}mlp.down_proj")
+
+    e = norm(embedding[tokens], "midlayer.input_layernorm")
+    y = layer("midlayer.", torch.cat([e, norm(g, "midlayer.hidden_norm")], 1), g)
+    y = layer("layers.1.", norm(y, "layers.1.input_layernorm"), y)
     ids = load_file(folder / "model.safetensors")["d2t"]
     found = torch.full((levels, VOCABULARY), float("-inf")).double()
     found[:, ids + torch.arange(len(ids))] = linear(norm(y[-levels:], "norm"), "lm_head")
