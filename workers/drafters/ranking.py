@@ -156,8 +156,9 @@ class Ranking:
 
     def divisor(self, level: int) -> float:
         """Return the number by which logits after nodes on `level` are divided to be ranked."""
-        (depth_class,) = class_of(np.array([level + 1], np.int32)).tolist()
-        return self.scales[depth_class].sharpening * (self.sampling.temperature or 1.0)
+        depth_class = int(class_of(np.array([level + 1], np.int32))[0])
+        heat: float = self.sampling.temperature or 1.0
+        return self.scales[depth_class].sharpening * heat
 
     def note(
         self,
