@@ -68,6 +68,13 @@ def test_a_head_in_a_gguf_file_computes_what_its_folder_does(
     assert torch.equal(predicted(found), predicted(expected))
 
 
+def test_by_default_blocks_are_computed_as_int8(write: Write, llama_folder: Path) -> None:
+    file, twin = write(Type.Q8_0)
+    found = open_head(str(file), target=str(llama_folder))
+    expected = open_head(str(twin), target=str(llama_folder), weights="int8")
+    assert torch.equal(predicted(found), predicted(expected))
+
+
 def test_factors_of_frequencies_in_the_file_divide_them(write: Write, llama_folder: Path) -> None:
     file, twin = write(rope_freqs=[2.0] * 32)
     doubled = write_head(

@@ -1,4 +1,4 @@
-"""Opens the files of a draft head, and finds its kind.
+"""Opens the files of a draft head, a folder's or a GGUF file, and finds its kind.
 
 A head is distinguished from an ordinary language model by tensor names and shapes alone, without
 importing code of heads. Pickled weights are opened only if the user allows it, and their content is
@@ -18,6 +18,8 @@ from dovetail.workers.heads.registry import kind_of_tensors
 from dovetail.workers.heads.spec import Shape, listed
 from dovetail.workers.models.checkpoints.checkpoint import open_weights, stored_tensors
 from dovetail.workers.models.checkpoints.files import read_json, unreadable
+from dovetail.workers.models.checkpoints.gguf.rows import UNPACK
+from dovetail.workers.models.checkpoints.gguf.tensors import Blocks
 from dovetail.workers.models.checkpoints.hub import HUB_FILES, PICKLED_FILES, find_folder
 from dovetail.workers.models.checkpoints.quantised.tensors import CodedTensor
 from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES
@@ -36,7 +38,7 @@ class HeadFiles:
     shapes: Mapping[str, Shape]
     types: Mapping[str, torch.dtype | None]  # name -> type; None: a type that heads do not support
     read: Callable[[str], Tensor]
-    coded: bool = False  # True if matrices are stored as 8-bit codes
+    coded: bool = False  # True if matrices are stored as 8-bit codes, or blocks of a GGUF file
 
 
 def classify(source: str, *, allow_bin: bool = False) -> str | None:
@@ -79,7 +81,10 @@ def _open_safetensors(folder: Path, config: Mapping[str, Any]) -> HeadFiles:
     }
     shapes = {name: stored.shape for name, stored in weights.tensors.items()}
     coded = any(
-        isinstance(stored, CodedTensor) and stored.in_8_bits for stored in weights.tensors.values()
+        stored.placed.place.kind in UNPACK
+        if isinstance(stored, Blocks)
+        else isinstance(stored, CodedTensor) and stored.in_8_bits
+        for stored in weights.tensors.values()
     )
     return HeadFiles(
         *(folder, config, weights.digest, shapes, types),

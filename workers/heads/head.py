@@ -34,8 +34,8 @@ from dovetail.workers.progress import beat
 __all__ = ["Head", "HeadSpec", "Predicted", "classify", "open_head"]
 
 WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
-"""`auto` keeps the stored types: on a CPU each matrix's own, int8 for 8-bit codes; on a GPU one
-16-bit type."""
+"""`auto` keeps the stored types: on a CPU each matrix's own, int8 for 8-bit codes and a GGUF file's
+blocks; on a GPU one 16-bit type."""
 HALF = {"float16": "fp16", "bfloat16": "bf16"}  # type of features -> weights of 16 bits
 TRIED_ROWS, TRIED_LEVELS = 8, 3  # the rows and levels of the trial of fp16
 MASSIVE = 2500.0

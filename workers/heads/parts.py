@@ -38,7 +38,7 @@ class HeadCheckpoint:
     output: Tensor  # [Vd, H]; the same object as the embedding if they are equal
     tokens: Tensor | None
     """int64 [Vd]: the target's ids of the draft vocabulary, ascending; None: row v is token v."""
-    coded: bool = False  # True if its matrices are stored as 8-bit codes
+    coded: bool = False  # True if its matrices are stored as 8-bit codes, or blocks of a GGUF file
 
 
 @dataclass(frozen=True)
