@@ -18,7 +18,7 @@ from dovetail.protocol.noise import gumbel
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels
-from dovetail.workers.drafters.block import BlockDrafter, BlockSession
+from dovetail.workers.heads.block.drafter import BlockDrafter, BlockSession
 from dovetail.workers.heads.head import Head, classify, open_head
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Order, Proposal, Shape
