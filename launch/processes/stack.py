@@ -262,10 +262,9 @@ def _check_pair(configuration: Configuration) -> None:
         check_whole(target)
         what, which = "draft", "a smaller model of its vocabulary"
         if draft.kind in HEAD_KINDS:
-            what, which = (
-                f"{draft.kind} head",
-                f"one that `dovetail train {draft.kind}` made for it",
-            )
+            train = f"one that `dovetail train {draft.kind}` made for it"
+            trained = DRAFT_KINDS[draft.kind].trained
+            what, which = f"{draft.kind} head", train if trained else "one that was made for it"
         raise UserError(
             f"no {what} is named for the target {spelled(target)!r}{'' if there else hub}: add "
             f"--draft FOLDER with {which}, --draft ngram or substitute, which need no model, or "

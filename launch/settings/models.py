@@ -30,9 +30,11 @@ def with_draft(settings: DraftSettings) -> DraftSettings:
         return settings.model_copy(update={"model": str(DEMO_FOLDER / "draft")})
     folder = head_folder(settings.kind)
     if not (folder / "config.json").is_file():
+        train = f"train one with `dovetail train {settings.kind}`"
+        get = train if DRAFT_KINDS[settings.kind].trained else "download one for the target"
         raise UserError(
-            f"draft.kind = {settings.kind!r}: no such head is embedded; train one with `dovetail "
-            f"train {settings.kind}`, and name its folder with --draft"
+            f"draft.kind = {settings.kind!r}: no such head is embedded; {get}, and name its folder "
+            "with --draft"
         )
     return settings.model_copy(update={"model": str(folder)})
 

@@ -8,7 +8,9 @@ from pydantic import AfterValidator, Field, field_validator
 
 from dovetail.protocol.settings.values import Frozen, words
 
-HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
+BLOCK_KINDS = ("dflash", "dspark", "dflash2", "peagle")
+"""Heads that predict several positions in one pass."""
+HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro", *BLOCK_KINDS)
 """The draft kinds that are heads: they read features of the one target they are trained for."""
 
 
@@ -22,10 +24,13 @@ class DraftTraits:
     """True: it draws from probabilities, so that rejection sampling is possible."""
     any_policy: bool = True
     """False: it grows its whole tree at once, best first."""
+    trained: bool = True
+    """False: `dovetail train` makes none."""
 
 
 DRAFT_KINDS: dict[str, DraftTraits] = {
     **dict.fromkeys(("auto", "small", *HEAD_KINDS), DraftTraits()),
+    **dict.fromkeys(BLOCK_KINDS, DraftTraits(trained=False)),
     "ngram": DraftTraits(own_model=False, draws=False, any_policy=False),
     **dict.fromkeys(("mtp", "substitute", "none"), DraftTraits(own_model=False)),
 }

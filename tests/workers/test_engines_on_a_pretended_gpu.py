@@ -18,6 +18,7 @@ from dovetail.protocol.settings import (
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.serving.open_target import open_target_worker
 from pretended.device import POSSIBLE, device
+from support.block_heads import write_drafter
 from support.cases import everyday
 from support.heads import write_head
 from support.kernels import needs_kernels
@@ -186,6 +187,27 @@ def test_an_engine_there_drafts_in_every_round(
         target_folder, PROMPT, len(adaptive.reply), key=KEY, sampling=PROCESSED
     )
     assert all(drafted.tokens for drafted in adaptive.proposals)
+
+
+@pytest.mark.parametrize(
+    "name", everyday(["dflash-mixed", "dspark-deepspec", "dflash2"], "dflash2")
+)
+def test_a_block_drafter_there_drafts_in_every_round(
+    name: str, target_folder: Path, tmp_path: Path
+) -> None:
+    """Two sessions at a time, then one that goes on from what is kept."""
+    folder = write_drafter(tmp_path, name)
+    pair = open_pair(target_folder, DraftSettings(model=str(folder), device="pretended"))
+    greedy = pair.open(1, PROMPT, tokens=TOKENS, sampling=GREEDY, tree=TREE)
+    sampled = pair.open(2, PROMPT[::-1], tokens=TOKENS, sampling=PROCESSED, tree=TREE)
+    rounds(pair, greedy, sampled)
+    pair.close(greedy, keep=True)
+    kept = len(PROMPT) + 4
+    turn = [*greedy.log[: kept + 1], 7, 8, 9]
+    again = pair.open(3, turn, tokens=TOKENS, sampling=GREEDY, tree=TREE, base=1, kept=kept)
+    rounds(pair, again)
+    for run in (greedy, sampled, again):
+        check(run, target_folder, run.sampling)
 
 
 PLACES = {

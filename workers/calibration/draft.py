@@ -59,9 +59,8 @@ def calibrate_draft(
     ).engine
     if isinstance(engine, HeadDrafter):
         head = engine.head
-        return levels_key(head, device.library), _measure(
-            _Guesses(head, device.capture), head.spec.context, seconds
-        )
+        made = _Blocks(head) if head.spec.block else _Guesses(head, device.capture)
+        return levels_key(head, device.library), _measure(made, head.spec.context, seconds)
     assert isinstance(engine, Drafter)
     return levels_key(engine.model, device.library), _measure(
         engine.model, engine.model.context, seconds
@@ -108,3 +107,37 @@ class _Guesses:
         above, levels = np.zeros(len(tokens), np.int64), self._levels
         level = Level(tokens, positions, segment, len(above), levels=levels, above=above, into=1)
         return compute_level(self._head, level).logits
+
+
+class _Blocks:
+    """Computes the pass of a block drafter, which costs the same however many nodes a tree has;
+    the features and tokens are made up."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self.vocabulary_size = head.vocabulary_size
+
+    def new_cache(self, capacity: int) -> Cache:
+        return self._head.new_cache(capacity + self._head.spec.block)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        *,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Return zeros [1, 1] for `rows`, which are true rows, or the logits [R, V] of a block."""
+        head, spec, (segment,) = self._head, self._head.spec, segments
+        true = rows is not None
+        if not true:
+            first, tokens = int(positions[0]), tokens[:1].expand(spec.block)
+            positions = torch.arange(first, first + spec.block)
+            segment = Segment(segment.cache, segment.start, spec.block)
+        true_rows = true or head.mask_features is not None
+        width = spec.feature_width if true_rows else spec.hidden
+        features = torch.zeros(len(tokens), width, device=head.device)
+        found = head.forward(tokens, features, positions, [segment], true=true_rows).logits
+        return torch.zeros(1, 1) if true else found

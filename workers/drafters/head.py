@@ -28,6 +28,7 @@ row consumes the next token, a prompt that shares n tokens with the log can reus
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,6 +86,7 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
 
     reads: Reads
     counts: TokenCounts | None = None  # counts the tokens of replies, for a reduced output head
+    held = 0  # true rows that are computed with a block only
     kept = 0
     """Keep no more children than an order requests: growth ahead continues from the head's own
     guesses, and children of unlikely tokens are nearly worthless. Simulated with the embedded
@@ -154,7 +156,7 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
             cache=None if base is None else base.cache,
         )
         log = list(order.prompt)
-        return HeadSession(
+        return self._new_session(
             log=log,
             tree=self._new_tree(),
             looked_up=self._look_up(order, log),
@@ -170,6 +172,9 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
             dropped=0 if base is None else base.dropped,
             recent=self.head.recent_rows(order.prompt, order.end),
         )
+
+    def _new_session(self, **fields: Any) -> HeadSession:
+        return HeadSession(**fields)
 
     def keep(self, session: HeadSession) -> HeadLeft:
         session.cache.resize(session.cache.length)
@@ -274,7 +279,7 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
         """Compute the missing true rows whose tokens are known; if `predicted`, return the last
         one's prediction."""
         last = Predicted(EMPTY, EMPTY, None)
-        while count := min(session.fed, len(session.log) - 1) - session.rows:
+        while count := min(session.fed, len(session.log) - 1 - self.held) - session.rows:
             count = min(count, CHUNK, session.window)
             session.make_room(count)
             last = yield session.true_rows(count, predicted=predicted, contrast=contrast)

@@ -26,6 +26,7 @@ from dovetail.workers.speculation.sampling import (
 )
 from dovetail.workers.speculation.score_calibration import (
     Expectations,
+    LogitRows,
     Scales,
     ScoreCalibration,
     class_of,
@@ -139,6 +140,42 @@ class Ranking:
             return np.array([1.0] * levels.size), sharpenings
         shares = np.array([scale.noise_share for scale in scales])
         return shares, sharpenings / shares
+
+    @property
+    def plain(self) -> bool:
+        """Whether the logits of a position suffice to rank its tokens: no processor looks back, and
+        nothing is drawn."""
+        return self.looking_back is None and self.draws is None
+
+    def likeliest(self, logits: Tensor, level: int, root: int, width: int) -> tuple[Ints, Floats]:
+        """Return ids and gains [1, K] of the likeliest tokens after nodes on `level`, from logits
+        [1, V]. `root`: as in `children`."""
+        noise = None if self.noise is None else [self.noise.at(root + level)]
+        levels = np.array([level], np.int32)
+        return self._likeliest(logits[:, : self.vocabulary_size], noise, levels, width)
+
+    def divisor(self, level: int) -> float:
+        """Return the number by which logits after nodes on `level` are divided to be ranked."""
+        depth_class = int(class_of(np.array([level + 1], np.int32))[0])
+        heat: float = self.sampling.temperature or 1.0
+        return self.scales[depth_class].sharpening * heat
+
+    def note(
+        self,
+        tree: GrowingTree,
+        nodes: Nodes,
+        logits: LogitRows,
+        root: int,
+        tokens: Ints,
+        gains: Floats,
+    ) -> None:
+        """Note the children of `nodes`, from whose outcome the scales are learned."""
+        if self.score_calibration is None:
+            return
+        noise = None
+        if self.noise is not None:
+            noise = [self.noise.at(root + level) for level in tree.levels_of(nodes).tolist()]
+        self.expected.note(tree, nodes, logits, noise, tokens, gains)
 
     @property
     def _cuts(self) -> bool:

@@ -308,6 +308,7 @@ def _model_worker(
 def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.drafters.head import HeadDrafter
     from dovetail.workers.drafters.weights import check_type, chosen_type
+    from dovetail.workers.heads.block.drafter import BlockDrafter
     from dovetail.workers.heads.head import open_head
     from dovetail.workers.heads.rows import FrequentRows
     from dovetail.workers.models.backends.device.choice import tell_products
@@ -345,13 +346,16 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
         )
     spans = Spans()
     contrast = head.spec.contrast and settings.contrast is not False
-    engine = HeadDrafter(
-        head,
-        spans,
-        contrast=contrast,
-        capture=device.capture,
-        ahead=settings.ahead is not False,
-        merges=settings.merge_lookup,
+    engine = (
+        BlockDrafter(head, spans)
+        if head.spec.block
+        else HeadDrafter(
+            *(head, spans),
+            contrast=contrast,
+            capture=device.capture,
+            ahead=settings.ahead is not False,
+            merges=settings.merge_lookup,
+        )
     )
     engine.counts = output.counts
     identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)

@@ -5,7 +5,7 @@ speculators and ModelOpt."""
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -57,9 +57,12 @@ class Eagle3Spec(HeadSpec):
 class Eagle3(HeadKind):
     """EAGLE-3 in the formats of its public checkpoints."""
 
-    name, title, config, spec = "eagle3", "EAGLE-3", Eagle3Config, Eagle3Spec
+    name, title, spec = "eagle3", "EAGLE-3", Eagle3Spec
+    config: ClassVar[type[HeadConfig]] = Eagle3Config
     layer, own_embedding = LAYER, True
-    figures = Figures((6.15,), GPU, "HeteroSpec paper, Table 1: EAGLE-3 with Llama-3.1 8B")
+    figures: ClassVar[Figures | None] = Figures(
+        (6.15,), GPU, "HeteroSpec paper, Table 1: EAGLE-3 with Llama-3.1 8B"
+    )
 
     def recognises(self, shapes: Shapes) -> bool:
         own = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}

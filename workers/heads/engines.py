@@ -60,6 +60,9 @@ class HeadLayer:
     attend: Run
     behind: Callable[[Tensor], None] | None
     """The MLP over states [R, H], in place; None: there is none."""
+    place: Callable[[Any, Tensor], None] | None = None
+    """Caches the keys and values of rows, given the input of attention; None: it reads the
+    states."""
 
     def __call__(
         self, states: Tensor, seen: Any, rows: Tensor | None = None, given: Tensor | None = None
@@ -76,7 +79,7 @@ class HeadLayer:
 def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return a layer as a module that `LayerParts` can read, from its tensors by name."""
     layer = nn.Module()
-    for name in {name.rpartition(".")[0] for name in tensors}:
+    for name in {name.rpartition(".")[0] for name in tensors if name.endswith(".weight")}:
         weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
         *path, own = name.split(".")
         parent = layer
@@ -179,9 +182,11 @@ class HeadKernels(KernelEngine):
         }
         plan = _plan(parts, index, matrices, self._rotary)
         self._plans.append(plan)
-        return halves(
+        first = len(self._layers)
+        layer = halves(
             plan, self._run_of, lambda count: LayerPass(torch.zeros(count, dtype=torch.int64), [])
         )
+        return replace(layer, place=partial(_place, self._layers[first])) if plan.given else layer
 
     def _run_of(self, plan: LayerPlan) -> Run:
         self._layers.append(DecoderLayer(plan))
@@ -201,6 +206,11 @@ class HeadKernels(KernelEngine):
 
     def _angles(self, count: int) -> Rotary:
         return rotary_table(self._rotation.frequencies, count, scaling=self._rotation.scaling)
+
+
+def _place(layer: DecoderLayer, rows: LayerPass, given: Tensor) -> None:
+    assert layer.plan.qkv is not None
+    layer.place(rows, layer.plan.qkv.linear(given))
 
 
 @dataclass(frozen=True)
@@ -269,7 +279,12 @@ class HeadTorch(TorchEngine):
         self.take(plan)
         self._plans.append(plan)
         products = {name: self.linear(*both) for name, both in joined.items()}
-        return halves(plan, partial(self._run_of, products), lambda _count: None)
+        layer = halves(plan, partial(self._run_of, products), lambda _count: None)
+
+        def place(rows: Any, given: Tensor) -> None:
+            layer.attend(rows, torch.zeros(len(given), plan.hidden, device=self.device), given)
+
+        return replace(layer, place=place) if plan.given else layer
 
     def _run_of(self, products: Mapping[str, Product], plan: LayerPlan) -> Run:
         layer = DeviceLayer(plan, self.device, self.parts)

@@ -86,7 +86,9 @@ class Head:
         self.arithmetic = engine.name + ("" if rows is None else f", {len(rows)} output rows")
         self.vocabulary_size = self.spec.vocabulary_size
         self._engine, self.graphs = engine, Graphs()
-        self._body = HEADS[self.spec.kind].body(HeadParts(checkpoint, engine))
+        kind, parts = HEADS[self.spec.kind], HeadParts(checkpoint, engine)
+        self._body, self.pairs = kind.body(parts), kind.pairs(parts)
+        self.mask_features = kind.mask_features(parts)
         self.ours = engine.ours  # our functions for rows of several sessions, if any
         self._table = _table(checkpoint.embedding, engine)
         shares = checkpoint.output is checkpoint.embedding and engine.table is not None
@@ -138,7 +140,14 @@ class Head:
         width = self.spec.feature_width if true else self.spec.hidden
         if features.shape[1] != width:
             raise ValueError(f"features of width {features.shape[1]}, not of {width}")
-        seen = self._engine.see(positions, segments)
+        seen: Any = None
+        if true or not self.spec.views:
+            seen = self._engine.see(positions, segments)
+        else:
+            seen = {
+                view: self._engine.see(positions, [view.of(segment) for segment in segments])
+                for view in {*self.spec.views}
+            }
         return self._predict(
             tokens, features, seen, true=true, rows=rows, contrast=contrast, recent=recent
         )
@@ -182,8 +191,9 @@ class Head:
         rows = None if rows is None else rows.to(device)
         features = features.to(device, dtype).contiguous()
         contrast = contrast and self.spec.contrast
-        embedded = embedding(tokens.to(device), self._table).to(dtype)
-        out = self._body(Inputs(embedded, features, seen, rows, contrast, true))
+        tokens = tokens.to(device)
+        embedded = embedding(tokens, self._table).to(dtype)
+        out = self._body(Inputs(tokens, embedded, features, seen, rows, contrast, true))
         count = out.states.shape[0]
         if count == 0:
             empty = torch.empty(0, self.vocabulary_size, device=device)
@@ -198,7 +208,9 @@ class Head:
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Return the logits of a product with rows of the output head."""
-        return logits.float()
+        scale, cap = self.spec.logit_scale, self.spec.softcap
+        logits = logits.float() if scale == 1.0 else logits.float() * scale
+        return torch.tanh(logits / cap) * cap if cap > 0.0 else logits
 
     def _add_recent(
         self, states: Tensor, logits: Tensor, recent: Sequence[tuple[int, RecentRows | None]]
@@ -292,7 +304,7 @@ def open_head(
 def _overflows(head: Head) -> bool:
     """Return whether large inputs overflow fp16: the tokens whose embeddings have the largest
     norms, massive features, and a few levels of recurrent states."""
-    width, count = head.spec.feature_width, TRIED_ROWS
+    width, count = head.spec.feature_width, head.spec.block or TRIED_ROWS
     features = torch.randn(count, width, generator=torch.Generator().manual_seed(1))
     features[torch.arange(count), torch.arange(count) * width // count] = MASSIVE
     tokens, cache = head.longest_tokens(count), head.new_cache(count * (1 + TRIED_LEVELS))
@@ -302,7 +314,7 @@ def _overflows(head: Head) -> bool:
         positions, segment = torch.tensor(rows), Segment(cache, rows.start, count)
         found = head.forward(tokens, features, positions, [segment], true=level == 0)
         wrong.append(found.logits.isnan().any() | found.logits.isposinf().any())
-        features = found.states
+        features = found.states if len(found.states) else torch.zeros(count, head.spec.hidden)
     return bool(torch.stack(wrong).any())
 
 

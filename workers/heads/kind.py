@@ -23,7 +23,9 @@ from dovetail.workers.heads.spec import (
 )
 
 if TYPE_CHECKING:
-    from dovetail.workers.heads.parts import Body, HeadParts
+    from torch import Tensor
+
+    from dovetail.workers.heads.parts import Body, HeadParts, Pairs
 
 
 @dataclass(frozen=True)
@@ -122,3 +124,12 @@ class HeadKind(ABC):
     @abstractmethod
     def body(self, parts: "HeadParts") -> "Body":
         """Return the forward pass between embedding and output head."""
+
+    def pairs(self, parts: "HeadParts") -> "Pairs | None":
+        """Return what the token before adds to the logits of a block; None: nothing."""
+        return None
+
+    def mask_features(self, parts: "HeadParts") -> "Tensor | None":
+        """Return the features [1, W] of the rows of a block behind the first, which is a true row;
+        None: no row of a block has features."""
+        return None

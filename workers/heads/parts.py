@@ -56,6 +56,7 @@ class Outcome:
 class Inputs:
     """The rows of a pass on the head's device."""
 
+    tokens: Tensor  # int64 [T]
     embedded: Tensor  # [T, H]
     features: Tensor  # [T, W], or recurrent [T, H]
     seen: Any
@@ -71,6 +72,9 @@ class Inputs:
 
 Body = Callable[[Inputs], Outcome]
 """The forward pass of a kind, from embedded tokens and features to the input of the output head."""
+Pairs = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The states [H] of a position, the tokens [N] before it and candidates [C] for it (ids of the
+target) -> what is added to the candidates' logits, float32 [N, C]."""
 Fusion = Callable[[Tensor, Tensor], Tensor]
 """Embedded tokens [T, H] and features [T, H] -> the input of the first layer [T, H]."""
 
@@ -110,6 +114,17 @@ class HeadParts:
         flip a decision."""
         weight = self.checkpoint.tensors[f"{name}.weight"].to(self.engine.device, torch.float32)
         return lambda x: linear(x, weight)
+
+    def table(self, name: str) -> Tensor:
+        """Return a table of rows by token, as stored, on the device."""
+        tensors = self.checkpoint.tensors
+        found = tensors[name] if name in tensors else tensors[f"{name}.weight"]
+        return found.to(self.engine.device)
+
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        """Return the rows of the draft vocabulary for ids of the target, which it must have."""
+        own = self.checkpoint.tokens
+        return tokens if own is None else torch.searchsorted(own.to(tokens.device), tokens)
 
     def concatenation(self) -> Fusion:
         """Return EAGLE's fusion: one matrix over both concatenated, the embedding first."""

@@ -2,6 +2,10 @@
 config.json."""
 
 from dovetail.protocol.settings import HEAD_KINDS
+from dovetail.workers.heads.block.dflash import DFLASH
+from dovetail.workers.heads.block.dflash2 import DFLASH2
+from dovetail.workers.heads.block.dspark import DSPARK
+from dovetail.workers.heads.block.peagle import PEAGLE
 from dovetail.workers.heads.dovetail import DOVETAIL
 from dovetail.workers.heads.eagle import EAGLE
 from dovetail.workers.heads.eagle3 import EAGLE3
@@ -11,7 +15,10 @@ from dovetail.workers.heads.mtp import MTP
 from dovetail.workers.heads.spec import Shapes, plain_name
 
 KINDS: dict[str, HeadKind] = {
-    kind.name: kind for kind in (DOVETAIL, JAKIRO_STAR, JAKIRO, EAGLE3, EAGLE, MTP)
+    kind.name: kind
+    for kind in (
+        *(DOVETAIL, JAKIRO_STAR, JAKIRO, DFLASH2, DSPARK, DFLASH, PEAGLE, EAGLE3, EAGLE, MTP),
+    )
 }
 """All kinds of heads. The first one that recognises a checkpoint's tensors, or the name in its
 config.json, is taken, so the more specific of two kinds comes first."""

@@ -4,9 +4,12 @@ Kinds add their own in the files of their names. Reads no tensor and computes no
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.workers.heads.config import REMEDY, HeadConfig, MisfitError
+
+if TYPE_CHECKING:
+    from dovetail.workers.heads.block.views import View
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -52,11 +55,23 @@ class HeadSpec:
     dtype: FeatureType  # the 16-bit type of the features
     epsilon: float  # epsilon of its norms
     contrast: bool = False  # True if it can predict the token after the next
+    block: int = 0  # rows of a pass that predicts several positions; 0: a row predicts one
+    levels: int = 1  # positions that a pass predicts
+    candidates: int = 64
+    """Tokens of a position for which pairs are scored."""
+    mask_token: int = 0  # the token of the rows of a block behind the first
+    logit_scale: float = 1.0  # the factor of logits
+    softcap: float = 0.0  # logits are softcap * tanh(logits / softcap); 0: they are as they are
 
     @property
     def feature_width(self) -> int:
         """Numbers of one feature row, W."""
         return self.target_width * max(1, len(self.taps))
+
+    @property
+    def views(self) -> "tuple[View, ...]":
+        """What the rows of a block see in each layer; (): those up to their own."""
+        return ()
 
 
 def plain_name(name: str) -> str:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -221,11 +222,21 @@ class ScoreCalibration:
         self._scales[sampled] = (*before[:depth_class], fit.best(), *before[depth_class + 1 :])
 
 
+class LogitRows(Protocol):
+    """Logits [N, V] of nodes: a tensor, or rows that are made when they are asked for."""
+
+    def numel(self) -> int:
+        """Return the numbers kept in memory."""
+
+    def __getitem__(self, row: int, /) -> Tensor:
+        """Return the logits [V] of a node."""
+
+
 @dataclass
 class _Pass:
     """A pass of the model over `nodes`, with the ranking of their children."""
 
-    logits: Tensor
+    logits: LogitRows
     noise: Sequence[Noise] | None
     children: Ints
     classes: Ints
@@ -247,7 +258,7 @@ class Expectations:
         self,
         tree: GrowingTree,
         nodes: Nodes,
-        logits: Tensor,
+        logits: LogitRows,
         noise: Sequence[Noise] | None,
         tokens: Ints,
         gains: Floats,

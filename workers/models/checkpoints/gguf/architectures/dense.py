@@ -27,7 +27,7 @@ replaces it."""
 ROTATED_IN_PART = frozenset(
     (
         *("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2", "chatglm"),
-        *("stablelm", "phi2", "gptneox", "nemotron", "granitehybrid", "bailingmoe2"),
+        *("stablelm", "phi2", "gptneox", "nemotron", "granitehybrid", "bailingmoe2", "dflash"),
     )
 )
 """Architectures whose model in transformers can rotate a part of a head."""

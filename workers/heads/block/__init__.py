@@ -1,0 +1,1 @@
+"""The kinds of heads that predict several positions in one pass."""
