@@ -283,7 +283,10 @@ def test_a_substitute_proposes_what_its_codes_choose_after_the_targets_rows(
         while len(pair.log) < len(PROMPT) + 2 * PENDING:
             if name == "greedy":
                 pair.session, accepted = pair.open_draft(pair.log[:-1]), ()
+            states = getattr(pair.borrow(1).cache, "states", None)
+            before = None if states is None else states.state.clone()
             tree = pair.engine.draft(pair.session, accepted, bonus, SHAPE).tree
+            assert before is None or torch.equal(states.state, before)
             for parent, children in tree.children.items() if name == "greedy" else ():
                 path = [tree.tokens[node] for node in tree.path(parent)]
                 logits = behind(pair, draft, path)

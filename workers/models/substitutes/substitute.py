@@ -120,19 +120,21 @@ class DeviceSubstitute(Captured, CodedLayers):
     def __init__(
         self,
         model: Any,
+        kind: Kind,
         *,
         context: int,
         target: Staged,
         substitutes: Substitutes,
         capture: Capture | None,
     ) -> None:
-        """`capture`: captures levels; None: all passes are computed operation by operation."""
+        """`kind`: of matrices without codes. `capture`: captures levels; None: all passes are
+        computed operation by operation."""
         if not target.in_one_stage or not isinstance(target.engine, TorchEngine):
             raise SettingsError("draft.share = true needs target.device, without target.split")
         if not target._straight:
             text = "this model is more than embedding, layers, norm and head"
             raise SettingsError(f"{text}: set draft.share to false")
-        super().__init__(model, target._kind, substitutes=substitutes, context=context)
+        super().__init__(model, kind, substitutes=substitutes, context=context)
         self.device = target.engine.device
         self.kernels = computed_by(substitutes.bits, target.engine.products)
         self._target, self._engine = target, target.engine
@@ -193,7 +195,9 @@ class DeviceSubstitute(Captured, CodedLayers):
 
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
         """Pack codes, or, only for its proof, a layer that the target keeps there unchanged."""
-        return super()._pack_layer(kind, linears) if self._codes else pack_and_drop(kind, linears)
+        if self._taken in self._target.settled:
+            return pack_and_drop(kind, linears)
+        return super()._pack_layer(kind, linears)
 
     def _take(self, plan: LayerPlan) -> None:
         settled = self._target.settled.get(plan.index)
@@ -236,6 +240,7 @@ def load_device_substitute(
     def open_back_end(model: Any) -> DeviceSubstitute:
         return DeviceSubstitute(
             model,
+            KINDS[type_of("stored", checkpoint)],
             context=context_of(model.config),
             target=whole,
             substitutes=substitutes,
