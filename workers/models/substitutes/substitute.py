@@ -36,8 +36,8 @@ from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
 from dovetail.workers.models.backends.device.levels import Captured, has_fixed_shapes
 from dovetail.workers.models.backends.device.products import Product
-from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.experts import ExpertParts
+from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.backends.packing import pack_and_drop
 from dovetail.workers.models.backends.placement import Place
