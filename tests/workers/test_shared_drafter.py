@@ -52,6 +52,8 @@ SHARING = (
     *("kimi_linear", "nemotron_h", "gemma4_text small", "llama4_text"),
 )
 """Mixtures, latents, states, layers of one half, and layers that read others'."""
+TIE = 0.03
+"""Of the range of logits: below this products in bf16, of other rows at once, may choose either."""
 OpenPair = Callable[[Path, str], tuple[LanguageModel, LanguageModel]]
 SAMPLINGS = {"greedy": Sampling(), "warm": Sampling(temperature=1.0)}
 
@@ -231,7 +233,8 @@ def substituted_there(folder: Path, bits: str) -> tuple[LanguageModel, LanguageM
     """The same on a pretended GPU, which keeps every other layer of the target and streams the
     others."""
     device = open_device("pretended", 1)
-    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    config = json.loads((folder / "config.json").read_text())
+    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     places = [(Place.STREAMED, Place.RESIDENT)[index % 2] for index in range(layers)]
     target = load_language_model(
         str(folder),
@@ -290,7 +293,9 @@ def test_a_substitute_proposes_what_its_codes_choose_after_the_targets_rows(
             for parent, children in tree.children.items() if name == "greedy" else ():
                 path = [tree.tokens[node] for node in tree.path(parent)]
                 logits = behind(pair, draft, path)
-                assert {*children} == {*logits.topk(len(children)).indices.tolist()}
+                tie = TIE * (logits.max() - logits.min()) if draft.device.type != "cpu" else 0.0
+                least = logits.topk(len(children)).values[-1] - tie
+                assert logits[[*children]].min() >= least
             accepted, bonus = pair.verify(tree)
         assert pair.log == expected[: len(pair.log)]
 
