@@ -85,7 +85,8 @@ def with_exact(plan: LayerPlan, target: LayerPlan) -> LayerPlan:
         for name, matrix in named(plan).items()
         if not isinstance(matrix.kind, Coded)
     }
-    return with_matrices(plan, exact)
+    shared: LayerPlan = with_matrices(plan, exact)
+    return shared
 
 
 class ResidentSubstitute(CodedLayers, ResidentDraft):
