@@ -100,11 +100,12 @@ class Reads(Frozen):
     """The features that a draft reads from its target: one row per committed token."""
 
     taps: Annotated[
-        tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...],
+        tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...],
         Field(max_length=MAX_TAPS, fail_fast=True),
     ] = ()
     """None: the last hidden state, after the final norm. Else the residual streams entering these
-    decoder layers, concatenated in this order."""
+    decoder layers, concatenated in this order; the number of layers: the one entering the final
+    norm."""
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
     """The width of the target's hidden state."""
     dtype: Literal["float16", "bfloat16"]

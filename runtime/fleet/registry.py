@@ -30,7 +30,7 @@ def check_fit(draft: Worker, target: Worker) -> None:
     if (
         states is None
         or (reads.width, reads.vocabulary_size) != (states.width, target.facts.size)
-        or max(reads.taps, default=0) >= states.layers
+        or max(reads.taps, default=0) > states.layers
     ):
         before = f" before layers {', '.join(map(str, reads.taps))}" if reads.taps else ""
         wanted = (

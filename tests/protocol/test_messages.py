@@ -122,7 +122,7 @@ def test_a_message_cannot_be_changed() -> None:
         ("hello", {"roles": ("coordinator",)}),
         ("hello", {"version": (1,)}),
         ("hello", {"reads": {**READS, "taps": (0,) * (messages.MAX_TAPS + 1)}}),
-        ("hello", {"reads": {**READS, "taps": (messages.MAX_LAYERS,)}}),
+        ("hello", {"reads": {**READS, "taps": (messages.MAX_LAYERS + 1,)}}),
         ("hello", {"reads": {**READS, "taps": (-1,)}}),
         ("hello", {"reads": {**READS, "taps": (0, 1, 2), "width": messages.MAX_WIDTH}}),
         ("hello", {"reads": {**READS, "dtype": "float32"}}),

@@ -124,7 +124,7 @@ def test_of_several_states_per_token_heads_read_the_first_and_a_gpu_computes_non
     model, ids = loaded("gemma3n_text", "fp32"), torch.tensor(tokens())
     segment = Segment(model.new_cache(len(ids)), 0, len(ids))
     rows = ids, torch.arange(len(ids)), [segment]
-    _, states = model.forward_with_states(*rows, wanted={0, 1, LAST})
+    _, states = model.forward_with_states(*rows, wanted={0, 1, model.layers, LAST})
     assert {part.shape for part in states.values()} == {(len(ids), model.hidden_size)}
     embedded = model.back_end._model.get_input_embeddings()(ids)  # type: ignore[attr-defined]
     assert torch.equal(states[0], embedded)

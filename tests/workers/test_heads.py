@@ -802,13 +802,13 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
     ),
     "layers that are not there": (
         "eagle3",
-        lambda t, c: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
-        r"reads layers \[0, 1, 2\], but .* has layers 0 to 1",
+        lambda t, c: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 3]),
+        r"reads layers \[0, 1, 3\], but .* has 2 layers",
     ),
     "layers by default": (
         "eagle3",
         lambda t, c: c.pop("eagle_aux_hidden_state_layer_ids"),
-        r"reads layers \[2, 1, -1\], but .* has layers 0 to 1",
+        r"reads layers \[2, 1, -1\], but .* has 2 layers",
     ),
     "no embedding for a narrow head": (
         "eagle3-narrow",

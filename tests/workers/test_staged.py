@@ -294,7 +294,7 @@ def test_the_keys_and_values_that_torch_computes_are_handed_over(
 
 def test_a_draft_reads_the_same_states_of_any_placement(folders: dict[str, Path]) -> None:
     def states(model: LanguageModel, *, apart: bool = False) -> list[Tensor]:
-        tokens, cache, wanted = torch.tensor(TOKENS), model.new_cache(16), (0, 1, 2, 3, LAST)
+        tokens, cache, wanted = torch.tensor(TOKENS), model.new_cache(16), (0, 1, 2, 3, 4, LAST)
         segment = Segment(cache, 0, 10)
         found = (
             model.read_apart(tokens, segment, wanted=wanted, rows=torch.tensor([9]))

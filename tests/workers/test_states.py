@@ -25,16 +25,22 @@ BACK_ENDS = [pytest.param("kernels", marks=needs_kernels), "library"]
 
 
 def wanted_of(model: LanguageModel) -> list[int]:
-    return [*range(model.layers), LAST]
+    return [*range(model.layers + 1), LAST]
 
 
 def oracle(folder: Path, tokens: Sequence[int]) -> dict[int, Tensor]:
-    """transformers' hidden states: those that enter each layer, and what comes out of the final
-    norm."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    """transformers' hidden states: those that enter each layer and the final norm, and what comes
+    out of that."""
+    model, before = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        list[Tensor](),
+    )
+    (norm,) = (m for n, m in model.base_model.named_children() if n.endswith(("norm", "ln_f")))
+    norm.register_forward_pre_hook(lambda _norm, args: before.append(args[0][0]))
     with torch.inference_mode():
         every = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    return {**{place: states[0] for place, states in enumerate(every[:-1])}, LAST: every[-1][0]}
+    *entering, last = [states[0] for states in every]
+    return {**dict(enumerate([*entering, *before])), LAST: last}
 
 
 def prefill(

@@ -99,7 +99,7 @@ def test_a_target_without_a_model_is_refused() -> None:
 # -- features --------------------------------------------------------------------------------------
 
 LAST = Reads(width=64, dtype="float16", vocabulary_size=VOCABULARY)
-TAPS = Reads(taps=(2, 0), width=64, dtype="bfloat16", vocabulary_size=VOCABULARY)
+TAPS = Reads(taps=(2, 0, 3), width=64, dtype="bfloat16", vocabulary_size=VOCABULARY)
 PROMPT = (0, 3, 17, 9, 30)
 KINDS: Mapping[int, Reads | None] = {1: None, 2: LAST, 3: TAPS, 4: None, 5: TAPS}
 """The features that each session reads."""
@@ -133,9 +133,14 @@ def opening(session: int, reads: Reads | None, prompt: Sequence[int] = PROMPT) -
 
 def expected(folder: Path, tokens: Sequence[int], reads: Reads) -> Tensor:
     """transformers' hidden states, side by side."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model, before = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        list[Tensor](),
+    )
+    model.model.norm.register_forward_pre_hook(lambda _norm, args: before.append(args[0]))
     with torch.inference_mode():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    states = [*states[:-1], *before, states[-1]]
     return torch.cat([states[place][0] for place in reads.taps or (-1,)], dim=1)
 
 
@@ -360,7 +365,7 @@ def test_what_was_held_is_what_a_session_shows_that_holds_nothing(
 
 
 @pytest.mark.parametrize(
-    "change", [{"width": 65}, {"taps": (3,)}, {"vocabulary_size": VOCABULARY + 1}]
+    "change", [{"width": 65}, {"taps": (4,)}, {"vocabulary_size": VOCABULARY + 1}]
 )
 def test_features_that_the_model_does_not_have_are_refused(
     worker: TargetWorker, change: dict[str, object]

@@ -29,7 +29,7 @@ from dovetail.workers.models import transformers
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.checkpoint import stored_tensors
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.gguf.view import spelled
+from dovetail.workers.models.checkpoints.gguf.view import blaming_the_file, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES, Stored
 
@@ -57,10 +57,11 @@ def open_head_checkpoint(
     `CheckpointError` in one line for anything wrong with it. `weights` (a type of weights) and the
     stored types decide the 16-bit type of the features."""
     files = open_files(source, allow_bin=allow_bin)
-    try:
-        return _read(source, files, _Target(target), weights)
-    except MisfitError as error:
-        raise CheckpointError(f"{source} {error}") from None
+    with blaming_the_file(files.folder):
+        try:
+            return _read(spelled(source), files, _Target(target), weights)
+        except MisfitError as error:
+            raise CheckpointError(f"{spelled(source)} {error}") from None
 
 
 class _Target:
@@ -267,7 +268,7 @@ def _tokens(spec: HeadSpec, offsets: Tensor | None, known: Tensor | None) -> Ten
 
 
 THETA = 10000.0  # the base if a configuration has none, as in the EAGLE family's code
-TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def frequencies(
@@ -291,10 +292,20 @@ def frequencies(
             f"has partial_rotary_factor {share} in config.json, which rotates {size} of the "
             f"{head_dim} numbers of a head: not an even number"
         )
-    if kind == "default":
+    factors, attention = rotary.short_factor, rotary.attention_factor or 0.0
+    if kind == "longrope" and not (
+        len(factors) == size // 2 and factors == rotary.long_factor and attention
+    ):
+        raise MisfitError(
+            f"has rotary positions of type {kind!r}, which need {size // 2} factors that are the "
+            "same for short and long texts, and an attention_factor; see config.json"
+        )
+    if kind in ("default", "longrope"):
         with ExactPowers():
-            return theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
-    parameters = rotary.model_dump(exclude={"type"}, exclude_none=True) | {
+            plain = theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+        return (plain, 1.0) if kind == "default" else (plain / torch.tensor(factors), attention)
+    ignored = {"type", "short_factor", "long_factor"}
+    parameters = rotary.model_dump(exclude=ignored, exclude_none=True) | {
         "rope_type": kind,
         "rope_theta": theta,
         "partial_rotary_factor": share,

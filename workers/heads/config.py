@@ -19,15 +19,16 @@ Size = Annotated[int, Field(ge=1, le=1 << 24)]
 Positions = Annotated[int, Field(ge=1, lt=1 << 31)]
 Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
 """Factors of frequencies and angles, in a range that keeps them finite."""
+Factors = Annotated[tuple[Factor, ...], Field(max_length=MAX_WIDTH, strict=False)]
 Base = Annotated[float, Field(ge=1.0, le=1e12)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 Layers = Annotated[
-    tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)
+    tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)
 ]
-"""Layers of a target, counted by their inputs."""
+"""Layers of a target, counted by their inputs; their number: the input of the final norm."""
 Outputs = Annotated[
-    tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS - 1)], ...],
+    tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS)], ...],
     Field(max_length=MAX_TAPS, strict=False),
 ]
 """Layers of a target, counted by their outputs; -1: its embedding."""
@@ -70,6 +71,8 @@ class RotaryConfig(Read):
     mscale_all_dim: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
     original_max_position_embeddings: Positions | None = None
     truncate: bool | None = None
+    short_factor: Factors = ()
+    long_factor: Factors = ()
 
 
 class OwnConfig(Read):

@@ -76,10 +76,9 @@ def _taps(config: Eagle3Config, target: TargetShape) -> tuple[int, ...]:
             f"{reads} of {target.name}, which has {count}: name three different ones in "
             "eagle_aux_hidden_state_layer_ids"
         )
-    if not all(0 <= tap < count for tap in taps):
+    if not all(0 <= tap <= count for tap in taps):
         raise MisfitError(
-            f"{reads}, but {target.name} has layers 0 to {count - 1}: take the head that was "
-            "trained for it"
+            f"{reads}, but {target.name} has {count} layers: take the head that was trained for it"
         )
     if len(taps) * target.width > MAX_ROW:
         raise MisfitError(

@@ -1,4 +1,5 @@
-"""Hidden states kept from a pass: those that enter given layers, and those after the final norm."""
+"""Hidden states kept from a pass: those that enter given layers or the final norm, and those after
+it."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ LAST = -1  # the place after the final norm
 
 
 class Kept:
-    """The states [T, hidden] of one pass at the `wanted` places: layers they enter, and LAST."""
+    """The states [T, hidden] of one pass at the `wanted` places: layers they enter, the number of
+    layers (the final norm), and LAST."""
 
     def __init__(self, wanted: Collection[int] = ()) -> None:
         self.wanted = wanted
@@ -52,7 +54,12 @@ def keeping(model: Any, layers: Sequence[nn.Module], kept: Kept) -> Iterator[Non
 
         return layers[place].register_forward_pre_hook(hook, with_kwargs=True)
 
+    def hear_last(_layer: nn.Module, _args: Any, output: Any) -> None:
+        kept.keep(len(layers), (output[0] if isinstance(output, tuple) else output)[0])
+
     handles = [listen(place) for place in kept.wanted if place in range(len(layers))]
+    if layers and len(layers) in kept.wanted:
+        handles.append(layers[-1].register_forward_hook(hear_last))
     if LAST in kept.wanted:
         handles.append(
             base_model(model).register_forward_hook(

@@ -286,7 +286,7 @@ class Opener:
         """Raise `RequestError` unless the features that a draft reads are this model's."""
         own = (self._model.hidden_size, self._model.vocabulary_size, self._model.layers)
         if reads is not None and (
-            (reads.width, reads.vocabulary_size) != own[:2] or max(reads.taps, default=0) >= own[2]
+            (reads.width, reads.vocabulary_size) != own[:2] or max(reads.taps, default=0) > own[2]
         ):
             text = (
                 f"width {reads.width}, vocabulary {reads.vocabulary_size} and layers "

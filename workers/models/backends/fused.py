@@ -307,6 +307,7 @@ class Kernels:
         states = self._ended(self._fused.run(self._embedded(asked.tokens), seen, kept))
         if self._streams is not None:  # heads read the first
             kept.states = {at: part[:, : states.shape[1]] for at, part in kept.states.items()}
+            kept.keep(self._taken, states)
         if LAST in kept.wanted or rows is None:
             states = self._norm(states)
             kept.keep_last(states)

@@ -257,6 +257,7 @@ class FusedLayers(nn.Module):
             kept.keep(index, states)
             layer.run_next(rows)
         beat()
+        kept.keep(len(self._layers), states)
         return states
 
 

@@ -86,6 +86,7 @@ class StagedLayers(nn.Module):
                 if apart and self._reader is not None
                 else stage.run(states, seen, kept)
             )
+        kept.keep(self._stages[-1].stop, states)
         return states
 
 

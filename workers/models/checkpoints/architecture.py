@@ -79,6 +79,7 @@ BOUNDED = (
 UNREAD = {
     **dict.fromkeys(("bailing_hybrid",), BOUNDED),
     "dory": LOOPED,
+    "eagle3": "it is a draft head, which --draft takes",
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), ASSISTANT),
 }
 """Why some model types are unsupported although they look supported."""

@@ -231,6 +231,11 @@ class Stage:
         own = self.layout.take(replace(source, index=layer))
         self._mirrored.append((source.index, own.index))
 
+    @property
+    def stop(self) -> int:
+        """Return the number of the layer after the last one."""
+        return self._first + len(self._layers)
+
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
         """states [T, hidden] through all layers, on the stage's device."""
         for segment in seen.segments if self._mirrored else ():

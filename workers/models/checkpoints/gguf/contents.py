@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.protocol.vocabulary import TokenTable
+from dovetail.workers.models.checkpoints.gguf.architectures.heads import HEADS, refuse_head
 from dovetail.workers.models.checkpoints.gguf.architectures.registry import CONFIGURATIONS
 from dovetail.workers.models.checkpoints.gguf.facts import Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
@@ -29,21 +30,16 @@ SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 TEMPLATE = "tokenizer.chat_template"  # the default chat template; named ones append their name
 
 
-def contents_of(model: Model) -> tuple[dict[str, str], TokenTable]:
-    """Return a view's files by name, and its token table; `CheckpointError` for unsupported
-    models."""
+def contents_of(model: Model) -> tuple[dict[str, str], TokenTable | None]:
+    """Return a view's files by name, and its token table, which a draft head lacks;
+    `CheckpointError` for unsupported models."""
     facts = Facts(model)
-    if facts.architecture not in CONFIGURATIONS:
+    refuse_head(facts)
+    if (make := HEADS.get(facts.architecture) or CONFIGURATIONS.get(facts.architecture)) is None:
         raise facts.undescribed()
-    config = CONFIGURATIONS[facts.architecture](facts)
+    config = make(facts)
     facts.refuse_more()
     tensors = placed_in(model)
-    vocabulary = read_vocabulary(model)
-    if len(vocabulary.content["model"]["vocab"]) > config["vocab_size"]:
-        raise facts.refusal("it has more tokens than rows of token_embd.weight")
-    ends = list(vocabulary.ends)
-    ids = {"bos_token_id": vocabulary.begin, "eos_token_id": ends or None}
-    config = {**config, **ids, "eos_token_id": ends[0] if ends else None}
     files = [{"path": str(h.file.absolute()), "identity": asdict(h.identity)} for h in model.heads]
     mark = {
         "files": files,
@@ -54,6 +50,14 @@ def contents_of(model: Model) -> tuple[dict[str, str], TokenTable]:
             for name, placed in tensors.items()
         },
     }
+    if facts.architecture in HEADS:
+        return {"config.json": json.dumps(config), MARK: json.dumps(mark)}, None
+    vocabulary = read_vocabulary(model)
+    if len(vocabulary.content["model"]["vocab"]) > config["vocab_size"]:
+        raise facts.refusal("it has more tokens than rows of token_embd.weight")
+    ends = list(vocabulary.ends)
+    ids = {"bos_token_id": vocabulary.begin, "eos_token_id": ends or None}
+    config = {**config, **ids, "eos_token_id": ends[0] if ends else None}
     contents = {
         "config.json": config,
         "generation_config.json": {**ids, **_sampling(facts), **_suppressed(facts)},
@@ -78,7 +82,7 @@ def _mix(model: Model) -> str:
 
 def _notes(model: Model) -> list[str]:
     """The warnings to print when the model is loaded."""
-    if model.facts["tokenizer.ggml.model"] != "gpt2" or model.facts.get("tokenizer.ggml.pre"):
+    if model.facts.get("tokenizer.ggml.model") != "gpt2" or model.facts.get("tokenizer.ggml.pre"):
         return []
     why = "it does not name its pre-tokenizer (tokenizer.ggml.pre)"
     return [f"{why}: llama.cpp's default is used, and tokens may differ from the model's own"]

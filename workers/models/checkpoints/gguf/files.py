@@ -16,7 +16,7 @@ import numpy as np
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.digests import Identity, refuse_changed
 from dovetail.workers.models.checkpoints.files import unreadable
-from dovetail.workers.models.checkpoints.gguf.kinds import F32, KINDS, UNREAD
+from dovetail.workers.models.checkpoints.gguf.kinds import F32, I64, KINDS, UNREAD
 from dovetail.workers.models.checkpoints.gguf.names import AGAIN, parts_of
 
 MAGIC = b"GGUF"
@@ -42,6 +42,7 @@ MOST_NESTED = 2  # deepest nesting of a list in other lists; no such key is used
 NEEDED = ("tokenizer.", "the name of a tensor")  # prefixes of values that must be valid text
 LONGEST_NAME = 1 << 16
 LONGEST_TEXT = 1 << 28
+TABLES = ("d2t",)  # tensors of ids; all others hold weights
 DIMENSIONS = 4
 LARGEST = 1 << 48  # numbers of a tensor
 ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 16
@@ -288,8 +289,8 @@ def _refuse_places(head: FileHead) -> None:
     """`CheckpointError` for tensors of an unread type, beyond the file's end, or overlapping."""
     end, before = head.size_bytes, ""
     for place in sorted(head.tensors, key=lambda place: place.offset):
-        if place.kind not in KINDS:
-            kind = UNREAD.get(place.kind, f"number {place.kind}")
+        if place.kind not in KINDS or (place.kind == I64 and place.name not in TABLES):
+            kind = {**UNREAD, I64: "I64"}.get(place.kind, f"number {place.kind}")
             text = f"{head.file}: tensor {place.name} is of type {kind}, which is not read here"
             raise CheckpointError(f"{text}; take another quantisation, such as Q4_K_M or Q8_0")
         try:

@@ -39,7 +39,7 @@ class Described(NamedTuple):
     type: int  # ggml's number of its type in the file
 
 
-F32, F16, BF16, MXFP4 = 0, 1, 30, 39
+F32, F16, BF16, MXFP4, I64 = 0, 1, 30, 39, 27
 Q5_0, Q8_0, Q4_K, Q6_K = 6, 8, 12, 14
 KINDS = {
     F32: NumberKind("F32", 1, 4),
@@ -61,6 +61,7 @@ KINDS = {
     21: NumberKind("IQ3_S", 256, 110),
     22: NumberKind("IQ2_S", 256, 82),
     23: NumberKind("IQ4_XS", 256, 136, 138),
+    I64: NumberKind("I64", 1, 8),
     BF16: NumberKind("BF16", 1, 2),
     34: NumberKind("TQ1_0", 256, 54, 80),
     35: NumberKind("TQ2_0", 256, 66, 80),
@@ -94,7 +95,6 @@ UNREAD = {
     24: "I8",
     25: "I16",
     26: "I32",
-    27: "I64",
     28: "F64",
     29: "IQ1_M",
     31: "Q4_0_4_4",
@@ -112,7 +112,7 @@ UNREAD = {
     },
 }
 """Types of ggml and ik_llama.cpp that are not read here."""
-STORED = {F16: "F16", BF16: "BF16", MXFP4: "BF16"}
+STORED = {F16: "F16", BF16: "BF16", MXFP4: "BF16", I64: "I64"}
 """safetensors' name of the smallest type that has every number of a kind; of others F32."""
 
 

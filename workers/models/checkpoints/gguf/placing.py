@@ -34,7 +34,7 @@ numbers."""
 WOVEN, BEHIND, BELOW = range(9, 12)
 """Changes of two tensors into one: gates and ups of experts interleaved or stacked, [experts, in,
 out]; rows below others', or by key head."""
-ZEROS = 12  # a change that sets all values of a tensor to zero
+ZEROS, LESS_INDEX = 12, 13  # changes of a tensor: all zeros; each number less its index
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,9 @@ def is_bamba(facts: Facts) -> bool:
 def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, Placed]]:
     """The tensors that a tensor of the file becomes, by transformers' names."""
     place = placed.place
+    if place.name in naming.tables:
+        yield place.name, replace(placed, change=LESS_INDEX)
+        return
     stem, _, end = place.name.rpartition(".")
     known = end in ENDS
     if not known and place.name.count(".") == 2:  # it has no suffix

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dovetail.workers.kernels.blocks import wrong_row
 from dovetail.workers.models.checkpoints.gguf.codebooks import chosen, even
-from dovetail.workers.models.checkpoints.gguf.kinds import BF16, F16, F32, KINDS, MXFP4
+from dovetail.workers.models.checkpoints.gguf.kinds import BF16, F16, F32, I64, KINDS, MXFP4
 from dovetail.workers.models.checkpoints.stored import Stored
 from dovetail.workers.progress import count_bytes
 
@@ -189,7 +189,8 @@ def _table(numbers: tuple[int, ...]) -> Tensor:
 
 
 CHUNK = 1 << 19  # numbers unpacked at a time: intermediate results stay in the CPU cache
-PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}  # kinds that are numbers
+PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16, I64: torch.int64}
+"""The kinds whose numbers are not in blocks."""
 UNPACK: Mapping[int, Callable[[Tensor], Tensor]] = {  # `KINDS` has their names
     2: lambda block: _less(_nibbles(block[:, 2:]), 8) * _half(block, 0),
     3: lambda block: _nibbles(block[:, 4:]).float() * _half(block, 0) + _half(block, 2),

@@ -16,6 +16,7 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
     BELOW,
     DECAYS,
     HALVES,
+    LESS_INDEX,
     LESS_ONE,
     NOTHING,
     NUMBERS,
@@ -220,6 +221,8 @@ def _changed(found: Tensor, placed: Placed) -> Tensor:
 def _moved(found: Tensor, placed: Placed) -> Tensor:
     if placed.change == ZEROS:
         return torch.zeros_like(found)
+    if placed.change == LESS_INDEX:
+        return found - torch.arange(len(found))
     if placed.change == LESS_ONE:
         return found.float() - 1
     if placed.change == TRANSPOSE:

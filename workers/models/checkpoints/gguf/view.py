@@ -100,7 +100,8 @@ def view_of(file: Path, making: Callable[[], None] = lambda: None) -> Path:
 
     with uncollected():
         contents, table = contents_of(read_model(file))
-        keep(kept_path(contents["tokenizer.json"].encode()), table.packed)
+        if table is not None:
+            keep(kept_path(contents["tokenizer.json"].encode()), table.packed)
     try:
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent.parent, prefix="new-") as made:

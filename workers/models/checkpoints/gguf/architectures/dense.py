@@ -52,6 +52,11 @@ def common(facts: Facts, kv_heads: int | None = None) -> Configuration:
 
 def sizes_of(facts: Facts) -> Configuration:
     """Return sizes that do not differ from layer to layer."""
+    return {**everywhere(facts), **widths_of(facts)}
+
+
+def widths_of(facts: Facts) -> Configuration:
+    """Return the sizes of layers that do not differ from layer to layer."""
     hidden, heads = facts.whole("embedding_length"), facts.whole(HEADS)
     if not 0 < heads <= hidden:
         raise facts.refusal(f"it has {heads} heads in a width of {hidden}")
@@ -59,7 +64,6 @@ def sizes_of(facts: Facts) -> Configuration:
     if facts.whole("attention.value_length", hidden // heads) != head:
         raise facts.refusal("its values are of another width than its keys")
     return {
-        **everywhere(facts),
         "hidden_size": hidden,
         "num_hidden_layers": facts.layers,
         "num_attention_heads": heads,

@@ -58,6 +58,7 @@ class Naming:
     logarithms: Sequence[str] = ()
     """Tensors of which transformers has the logarithms of the negatives, with their ends."""
     by_heads: Sequence[str] = ()  # stacked queries, keys and values, head by head in the model
+    tables: Sequence[str] = ()  # tables of token ids, which checkpoints have as offsets
     latents: bool = False
     """Matrices that make keys and values of latents are numbers, in files of one or two tensors."""
 
@@ -561,6 +562,17 @@ NAMINGS: Mapping[str, Naming] = {
         expert_part="mixer",
         bare={**_BARE_MIXERS, "exp_probs_b.bias": f"mixer.gate.{CORRECTION}"},
         **_SCAN,
+    ),
+    "eagle3": Naming(
+        {**LLAMA, "attn_norm_2": "hidden_norm"},
+        prefix="layers.",
+        outside={
+            "fc": "fc",
+            "enc.output_norm": "input_norm",
+            **{own: name.removeprefix("model.") for own, name in GLOBAL.items()},
+        },
+        permuted=True,
+        tables=("d2t",),
     ),
     "qwen35": Naming({**_QWEN35, **MLP}, **_DELTA),
     "qwen35moe": Naming({**_QWEN35, **_SHARED_EXPERT}, experts=GATED, **_DELTA),
