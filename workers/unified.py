@@ -1,5 +1,5 @@
-"""One process with both roles: a target, and its substitute as the draft, which share embedding,
-norms, head, resident layers and KV cache.
+"""One process with both roles: a target, and as the draft its substitute, which shares embedding,
+norms, head, resident layers and KV cache with it, or an assistant that reads its keys and values.
 
 To the coordinator they are separate target and draft workers, each with its own link. Here they
 take turns, one command at a time, and the draft stops growing ahead as soon as the target has a
@@ -32,9 +32,13 @@ from dovetail.protocol.settings import (
 from dovetail.protocol.spans import Spans
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.draft import DraftWorker, Identity
-from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, DraftSession
+from dovetail.workers.drafters.assistant import AssistantDrafter, AssistantSession
+from dovetail.workers.drafters.engine import Engine
+from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
+from dovetail.workers.models.assistant import Assistant
 from dovetail.workers.models.backends.device.choice import tell_products
+from dovetail.workers.models.checkpoints.hub import is_assistant
 from dovetail.workers.models.substitutes.coded import against_codes
 from dovetail.workers.models.substitutes.kept import Tell
 from dovetail.workers.models.substitutes.quantize import BITS
@@ -131,13 +135,13 @@ class InTurn:
             return self._worker.suspend()
 
 
-class _Draft(DraftWorker[DraftSession]):
+class _Draft(DraftWorker[Any]):
     """A draft worker whose sessions have their numbers."""
 
     def _open(self, command: Open) -> Opened | Reading:
         opened = super()._open(command)
         session = self.session(command.session)
-        assert isinstance(session, SharedSession)
+        assert isinstance(session, SharedSession | AssistantSession)
         session.number = command.session
         return opened
 
@@ -158,12 +162,15 @@ def open_unified(
     cache: Path | None = None,
     tell: Tell = lambda _done, _all: None,
 ) -> tuple[Worker, Worker]:
-    """Return the target worker and the draft worker of one process. Raises `UserError` if the
-    target cannot share with a substitute."""
-    if draft.model or draft.weights not in SUBSTITUTE_WEIGHTS:
+    """Return the target worker and the draft worker of one process. `draft.model` names an
+    assistant; if it is empty, the draft is a substitute. Raises `UserError` if the target cannot
+    share with it."""
+    if draft.model:
+        return _open_with_assistant(target, draft, name, threads, profile, memory)
+    if draft.weights not in SUBSTITUTE_WEIGHTS:
         raise SettingsError(
-            "a substitute is made from its target, in int8, int4, int3 or int2: leave "
-            "draft.model out, and set draft.weights to one of these"
+            f"draft.weights = {draft.weights!r} is not a type of a substitute's weights: use int8, "
+            "int4, int3 or int2"
         )
     weights = "int4" if draft.weights == "auto" else draft.weights
     device = open_device(target.device, threads)
@@ -222,8 +229,50 @@ def open_unified(
         weights=weights,
         together=MAX_SESSIONS,
     )
+    return _in_turn(verifying, engine, identity, spans)
+
+
+def _in_turn(
+    verifying: TargetWorker, engine: Engine[Any], identity: Identity, spans: Spans
+) -> tuple[Worker, Worker]:
     turns = Turns()
     return InTurn(verifying, turns), InTurn(_Draft(engine, identity, spans), turns)
+
+
+def _open_with_assistant(
+    target: TargetSettings,
+    draft: DraftSettings,
+    name: str,
+    threads: int,
+    profile: Path | None,
+    memory: MemorySettings,
+) -> tuple[Worker, Worker]:
+    if not is_assistant(draft.model):
+        raise SettingsError(
+            f"draft.share = true takes a substitute or an assistant of the target, and "
+            f"{draft.model} is neither: leave draft.share or draft.model out"
+        )
+    if draft.weights not in ("auto", "fp32"):
+        raise SettingsError(
+            f"draft.weights = {draft.weights!r}: an assistant is computed in fp32, so leave it out"
+        )
+    verifying = open_target_worker(
+        target, name=f"{name}-target", threads=threads, profile=profile, memory=memory
+    )
+    assistant, spans = Assistant(draft.model, verifying.model), Spans()
+    engine = AssistantDrafter(assistant, spans)
+    engine.borrow = lambda number: _lent(verifying, number)
+    model = verifying.model
+    identity = Identity(
+        f"{name}-draft",
+        f"{draft.model} (assistant)",
+        target.device,
+        threads,
+        model.context,
+        weights="fp32",
+        together=MAX_SESSIONS,
+    )
+    return _in_turn(verifying, engine, identity, spans)
 
 
 def _lent(verifying: TargetWorker, number: int) -> Lent:

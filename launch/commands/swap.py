@@ -114,7 +114,9 @@ def command(
     _check_choice(configuration, role, replaced, beside=beside)
     if role == "unified":
         configuration = configuration.over(
-            "--role unified", {"draft.kind": "substitute", "draft.share": True}
+            "--role unified",
+            {"draft.share": True}
+            | ({} if configuration.settings.draft.model else {"draft.kind": "substitute"}),
         )
     parts: tuple[Role, ...] = ("target", "draft") if role == "unified" else (role,)
     with find_coordinator(configuration, connect, role="operator") as client:

@@ -34,6 +34,7 @@ from dovetail.workers.models.checkpoints.footprint import (
     weights_bytes,
 )
 from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder, weight_paths
+from dovetail.workers.models.checkpoints.hub import is_assistant
 
 MAX_CONFIG_BYTES = 16 << 20
 TORCH_WEIGHTS = ("bf16", "int8-per-tensor")
@@ -84,9 +85,17 @@ def check_draft(settings: Settings) -> None:
         if settings.draft.share is True:
             check_unified(settings)
         return
-    if settings.draft.share is True:
+    if settings.draft.model and is_assistant(settings.draft.model):
+        if settings.draft.share is not True:
+            raise SettingsError(
+                f"{settings.draft.model} is an assistant, which reads the keys and values of its "
+                "target in one process: add --draft.share true"
+            )
+        check_unified(settings)
+    elif settings.draft.share is True:
         raise SettingsError(
-            f"draft.share = true needs draft.kind = 'substitute', and it is {settings.draft.kind!r}"
+            "draft.share = true needs draft.kind = 'substitute' or a Gemma 4 assistant, and it is "
+            f"{settings.draft.model or settings.draft.kind!r}"
         )
     check_model("draft", with_draft(settings.draft).model, pickled=settings.draft.pickled)
 
@@ -106,14 +115,20 @@ def check_substitute(settings: Settings) -> None:
 def check_unified(settings: Settings) -> None:
     """`SettingsError` if the settings rule out one process for target and draft."""
     target, draft = settings.target, settings.draft
-    if draft.kind != "substitute":
+    assistant = bool(draft.model) and draft.kind == "auto" and is_assistant(draft.model)
+    if draft.kind != "substitute" and not assistant:
         raise SettingsError(
-            f"a process with both roles needs draft.kind = 'substitute', not {draft.kind!r}"
+            "a process with both roles needs draft.kind = 'substitute' or an assistant as "
+            f"draft.model, not {draft.model or draft.kind!r}"
         )
-    check_substitute(settings)
+    if not assistant:
+        check_substitute(settings)
+    elif target.device != "cpu" or target.split.device:
+        device = target.split.device or target.device
+        raise SettingsError(f"an assistant reads its target on the CPU, and this one uses {device}")
     for name in ("isa", "device"):
         if (own := getattr(draft, name)) not in ("auto", getattr(target, name)):
-            text = f"draft.{name} is {own!r}, and a shared substitute has the target's"
+            text = f"draft.{name} is {own!r}, and a draft in its target's process has the target's"
             raise SettingsError(f"{text}: leave it out")
     if target.split.device not in ("", "cpu"):
         raise SettingsError(

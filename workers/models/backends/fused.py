@@ -275,6 +275,20 @@ class Kernels:
     def _open_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
         return cache_for(self._layout.plans, capacity, dtype)
 
+    def last_of_each_type(self) -> Mapping[str, int]:
+        """Return for each of `layer_types` the place in a cache of the last layer of that type that
+        has keys and values of its own."""
+        places = {}
+        for index, kind in enumerate(self.config.layer_types):
+            if self._layout.has(index):
+                places[kind] = self._layout.caching(index).index
+        return places
+
+    @property
+    def config(self) -> Any:
+        """Return the model's configuration."""
+        return self._model.config
+
     @property
     def cache(self) -> str:
         return CACHE_NAMES[self._cache]
@@ -304,7 +318,7 @@ class Kernels:
     def _compute_directly(self, asked: ModelPass, seen: Any) -> Tensor:
         """Compute embedding, layers, norm and head directly: transformers' forward takes 0.1 ms."""
         rows, kept = asked.rows, asked.kept
-        states = self._ended(self._fused.run(self._embedded(asked.tokens), seen, kept))
+        states = self._ended(self._fused.run(self.embedded(asked.tokens), seen, kept))
         if self._streams is not None:  # heads read the first
             kept.states = {at: part[:, : states.shape[1]] for at, part in kept.states.items()}
             kept.keep(self._taken, states)
@@ -314,7 +328,8 @@ class Kernels:
             return self._scaled(self._head(states if rows is None else states[rows]))
         return self._scaled(self._head(self._norm(states[rows])))
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return what enters the first layer, [T, hidden], of tokens int64 [T]."""
         embedded: Tensor = self._model.get_input_embeddings()(tokens)
         factor = self._factor(self._family.embeddings)
         embedded = embedded if factor == 1.0 else embedded * factor

@@ -289,7 +289,7 @@ class ResidentDraft(Captured, Staged):
         return replace(segment, cache=part_of(segment.cache, 0))
 
     def _states(self, tokens: Tensor) -> Tensor:
-        return self._embedded(tokens).float()
+        return self.embedded(tokens).float()
 
     def _logits(self, states: Tensor) -> Tensor:
         assert isinstance(self._head, DeviceHead)

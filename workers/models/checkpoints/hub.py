@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.architecture import NOT_THERE, why_no_folder
-from dovetail.workers.models.checkpoints.files import reason
+from dovetail.workers.models.checkpoints.files import read_json, reason
 from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import models_in, parts_of
 
@@ -56,6 +56,14 @@ class Hosted:
 def find_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path:
     """Return a model's local folder, downloading `files` if needed."""
     return local_folder(source, files=files) or _download(source, files)
+
+
+def is_assistant(source: str) -> bool:
+    """Return whether a local folder or cached hub id holds a Gemma 4 assistant."""
+    folder = local_folder(source)
+    if folder is None or not (folder / "config.json").is_file():
+        return False
+    return read_json(folder / "config.json").get("model_type") == "gemma4_assistant"
 
 
 def check_source(source: str, *, files: Sequence[str] = HUB_FILES) -> None:

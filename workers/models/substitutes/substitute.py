@@ -187,7 +187,7 @@ class DeviceSubstitute(Captured, CodedLayers):
         return self._logits(states if rows is None else states[rows.to(self.device)])
 
     def _states(self, tokens: Tensor) -> Tensor:
-        return self._embedded(tokens).float()
+        return self.embedded(tokens).float()
 
     def _logits(self, states: Tensor) -> Tensor:
         head, states = self._head, self._norm(states)

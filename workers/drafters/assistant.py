@@ -1,0 +1,215 @@
+"""The engine of a Gemma 4 assistant in its target's process: it reads the target's keys and values
+where they are, so that it has no rows of its own and siblings cost no memory.
+
+A log of n tokens has n - 1 rows. The root's children are ranked from the target's state at position
+n - 2 and the root's token; a node's from its parent's state and its own token. All of them have
+position n - 1. Nothing survives a move of the root: every state below it was a guess."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.messages import Open, Reads
+from dovetail.protocol.spans import Spans
+from dovetail.workers.drafters.passes import EMPTY, Steps
+from dovetail.workers.drafters.ranking import Ranking
+from dovetail.workers.drafters.session import GrowingSession
+from dovetail.workers.drafters.shared import Borrow
+from dovetail.workers.drafters.tree import Grower
+from dovetail.workers.models.assistant import Assistant, KeysAndValues
+from dovetail.workers.models.segment import Cache
+from dovetail.workers.sessions.wire import to_tensor
+from dovetail.workers.speculation.growth import Nodes
+from dovetail.workers.speculation.policies import open_policy
+from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.score_calibration import Scale
+
+SCALE = Scale(1.0, 0.75)  # a head's (`drafters/head.py`): no published assistant was measured
+FEATURES: Literal["float16"] = "float16"  # type of the target's states, which a norm bounds
+
+
+class NoRows:
+    """The cache of a session without rows of its own. A `segment.Cache` of nothing."""
+
+    length, row_bytes, base_bytes, branches = 0, 0, 0, False
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    def keep(self, slots: Sequence[int], committed: int) -> None:
+        """Do nothing."""
+
+    def truncate(self, length: int) -> None:
+        """Do nothing."""
+
+    def restorable(self, length: int) -> int:
+        return 0
+
+    def checkpoint(self) -> None:
+        """Do nothing."""
+
+    def resize(self, capacity: int) -> None:
+        """Do nothing."""
+
+    def branch(self, length: int, *, used: int = 0) -> Cache:
+        raise NotImplementedError("there are no rows to begin with")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Nodes of one session to compute: tokens int64 [N], states [N, H] before them. A part of a
+    pass (`passes.py`)."""
+
+    session: "AssistantSession"
+    tokens: Tensor
+    states: Tensor
+    kind: None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(kw_only=True)
+class AssistantSession(GrowingSession):
+    """One sequence. `states` [1 + rows, H]: the root's, then that of each row of the tree."""
+
+    states: Tensor
+    number: int = -1  # the session's number at coordinator and target
+    fed: int = 0  # positions whose features have arrived
+    last: Tensor = EMPTY  # [1, H]: the newest of them
+    read: int = 0  # rows of the target's in `buffers`
+    buffers: Mapping[str, KeysAndValues] = field(default_factory=dict)
+    """For each layer type the target's keys and values, with room for `capacity` rows."""
+
+    @property
+    def missing_rows(self) -> int:
+        return 0
+
+    @property
+    def free_rows(self) -> int:
+        return self.states.shape[0] - 1 - self.tree.rows_used
+
+    @property
+    def seen(self) -> Mapping[str, KeysAndValues]:
+        """The keys and values that all nodes of a round attend to."""
+        buffers = self.buffers.items()
+        return {kind: (k[:, : self.read], v[:, : self.read]) for kind, (k, v) in buffers}
+
+
+class AssistantDrafter(Grower[AssistantSession]):
+    """Drafts with an assistant, one level a pass."""
+
+    reads: Reads
+    borrow: Borrow
+
+    def __init__(self, assistant: Assistant, spans: Spans) -> None:
+        super().__init__(spans, SCALE)
+        self.assistant = assistant
+        self.reads = Reads(
+            taps=(),
+            width=assistant.width,
+            dtype=FEATURES,
+            vocabulary_size=assistant.config.vocab_size,
+        )
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside it."""
+        if (largest := max(tokens)) >= (size := self.reads.vocabulary_size):
+            text = f"token {largest} is beyond the vocabulary of {size} of this assistant"
+            raise RequestError("vocabulary", text)
+
+    def open(self, order: Open, base: None = None) -> AssistantSession:
+        """Open a session, whose prompt only its target prefills."""
+        rows = self._tree_rows(order.sampling, order.tree)
+        return AssistantSession(
+            log=list(order.prompt),
+            cache=NoRows(order.capacity),
+            ranking=Ranking.begin(
+                order,
+                most_tokens=self.reads.vocabulary_size,
+                score_calibration=self.score_calibration,
+                device=torch.device("cpu"),
+            ),
+            policy=open_policy(order.tree),
+            depth=order.tree.most_levels,
+            capacity=order.capacity,
+            rows_ahead=rows,
+            states=torch.empty(1 + rows, self.assistant.width),
+        )
+
+    def feed(self, session: AssistantSession, start: int, features: Array) -> None:
+        if start + features.shape[0] <= session.fed:
+            raise StaleError(f"features from position {start} on were received before")
+        if start != session.fed or start + features.shape[0] > len(session.log):
+            text = f"features from position {start} on came after {session.fed} positions"
+            raise RequestError("prefix", f"{text} of {len(session.log)}; open the session again")
+        self._check_rows(features)
+        self.take_features(session, features)
+
+    def check_features(
+        self, session: AssistantSession, committed: int, features: Array | None
+    ) -> None:
+        if features is not None:
+            self._check_rows(features)
+        needed = len(session.log) + committed
+        if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
+            text = f"features of {there} positions have arrived, but this round needs {needed}"
+            raise RequestError("prefix", f"{text}; open the session again")
+
+    def take_features(self, session: AssistantSession, features: Array) -> None:
+        session.fed += features.shape[0]
+        session.last = to_tensor(features)[-1:].float()
+
+    def _check_rows(self, features: Array) -> None:
+        if (features.dtype, features.shape[1:]) != (FEATURES, (self.reads.row,)):
+            found = f"features of type {features.dtype} and shape {list(features.shape)}"
+            raise RequestError("protocol", f"received {found}, not rows of {self.reads.row}")
+
+    def _move_root(
+        self, session: AssistantSession, path: Sequence[int], root: int | None, width: int
+    ) -> None:
+        session.tree.clear()
+
+    def _read_log(self, session: AssistantSession, shape: Shape) -> Steps:
+        """Read the target's new rows, and compute the root; logits [1, V]."""
+        self._take_rows(session)
+        root = torch.tensor(session.log[-1:])
+        logits, session.states[:1] = yield Asked(session, root, session.last)
+        return logits
+
+    def _read_nodes(self, session: AssistantSession, nodes: Nodes, shape: Shape) -> Steps:
+        tree = session.tree
+        first, above = 1 + tree.rows_used, 1 + tree.rows_of(tree.parents[nodes]).astype(np.int64)
+        tree.give_rows(nodes)
+        tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
+        asked = Asked(session, tokens, session.states[torch.from_numpy(above)])
+        logits, session.states[first : first + len(nodes)] = yield asked
+        return logits
+
+    def _take_rows(self, session: AssistantSession) -> None:
+        """Copy the target's rows of tokens committed since the last round. Raises `RequestError` if
+        the target in this process has another log."""
+        lent, stop = self.borrow(session.number), len(session.log) - 1
+        if [*lent.log[: stop + 1]] != session.log or lent.cache.length < stop:
+            text = f"its target here has another log of {len(lent.log)} tokens; open it again"
+            raise RequestError("prefix", f"session {session.number}: {text}")
+        for kind, parts in self.assistant.keys(lent.cache, session.read, stop).items():
+            if kind not in session.buffers:
+                heads, _, size = parts[0].shape
+                room = (torch.empty(heads, session.capacity, size) for _ in parts)
+                session.buffers = {**session.buffers, kind: (next(room), next(room))}
+            for buffer, part in zip(session.buffers[kind], parts, strict=True):
+                buffer[:, session.read : stop] = part
+        session.read = stop
+
+    def compute(self, parts: Sequence[Asked]) -> Sequence[tuple[Tensor, Tensor]]:
+        """Compute the parts one by one: each attends to its own session's rows."""
+        forward = self.assistant.forward
+        return [forward(part.tokens, part.states, part.session.seen) for part in parts]
