@@ -31,9 +31,13 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.substitutes.coded import coded_product, pack_codes
 from dovetail.workers.models.substitutes.quantize import CodedProduct, Codes
-from dovetail.workers.models.substitutes.substitute import load_device_substitute, load_substitute
+from dovetail.workers.models.substitutes.substitute import (
+    DeviceSubstitute,
+    load_device_substitute,
+    load_substitute,
+)
 from dovetail.workers.serving.spread import spread_of
-from support.architectures import write_tiny
+from support.architectures import write_tiny, write_varied
 from support.cases import everyday
 from support.decoded import far
 from support.kernels import needs_kernels
@@ -153,6 +157,37 @@ def test_rows_that_the_kernels_have_in_another_order_have_their_codes_in_it(
         for model in (shared, kernels, target)
     )
     assert far(found, whole if resident else expected) < ROUNDED
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "kind",
+    everyday(
+        ["lfm2_moe", "qwen3_next", "gpt_oss", "deepseek_v3", "falcon_h1", "gemma4_text small"],
+        "lfm2_moe",
+    ),
+)
+def test_layers_of_other_kinds_are_computed_operation_by_operation(
+    tmp_path: Path, as_a_gpu: Capture, kind: str
+) -> None:
+    """Experts, states, latents, inputs of the layers, and keys of another layer."""
+    folder, kept = write_varied(kind, tmp_path / "model", torch.float16), tmp_path / "kept"
+    kernels = load_substitute(str(folder), weights="int8", device="cpu", folder=kept)[0]
+    target = load_language_model(
+        str(folder),
+        weights="half",
+        device="cpu",
+        stage=lambda *_: Staging([Place.STREAMED] * kernels.layers, HostTransfer()),
+    )
+    shared = load_device_substitute(target, as_a_gpu, weights="int8", folder=kept)[0]
+    assert isinstance(shared.back_end, DeviceSubstitute)
+    assert shared.back_end.levels is None
+    found, expected = (
+        read(model, model.new_cache(16))  # type: ignore[arg-type]
+        for model in (shared, kernels)
+    )
+    by_row = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(by_row.median()) < 2 * ROUNDED  # rounding changes the choice of some rows
 
 
 @needs_kernels

@@ -268,7 +268,6 @@ def behind(pair: Pair, draft: LanguageModel, path: Sequence[int]) -> torch.Tenso
         [(kind, where) for kind in SHARING for where in (substituted, substituted_there)],
         ("qwen3_moe", substituted),
         ("qwen3_5_text", substituted),
-        ("qwen3_next", substituted_there),
     ),
 )
 def test_a_substitute_proposes_what_its_codes_choose_after_the_targets_rows(
