@@ -38,7 +38,6 @@ PLACED = {
     "split": {"target.split.device": "cpu", "target.split.layers": "3", "target.resident": "1"},
     "streamed": {"target.resident": "1"},
     "read": {"target.prefill": "cpu"},
-    "there": {"target.device": "pretended", "target.resident": "1"},
     "mixer": {"target.split.device": "cpu", "target.split.experts_on_cpu": "true"},
 }
 
@@ -59,7 +58,6 @@ PLACED = {
         ("qwen3_5_text", "int8", "whole", "shared"),
         ("gemma4_text small", "fp32", "whole", "shared"),
         ("deepseek_v3", "fp32", "streamed", "shared"),
-        ("qwen3_next", "int8", "there", "shared"),
         ("gpt_oss", "fp32", "whole", "substitute"),
         ("bamba", "int8", "whole", "substitute"),
     ],
@@ -76,7 +74,7 @@ def test_a_lost_worker_and_speculation_change_no_token(
     elif draft in ("shared", "substitute"):
         pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
         flags |= {"draft.kind": "substitute", "draft.share": str(draft == "shared").lower()}
-        flags |= {} if placed == "there" else {"draft.device": "cpu"}
+        flags |= {"draft.device": "cpu"}
     elif draft == "ngram":
         flags |= {"draft.kind": "ngram"}
     else:
