@@ -29,6 +29,7 @@ SHAPE = "--shape small --pairs 2"
 COMMANDS = {
     "beginnings": "--prompt 200 --requests 2 --pairs 1 --inflate 32MiB",
     "coupling": "--limit 1 --max-tokens 8 --keys 1 --children 1,2",
+    "expert-trees": "--limit 2 --max-tokens 4 --experts 4 --share 0.5",
     "experts": "--rows 1,2 --shape small --pairs 2",
     "fleet": "--inflate 32MiB --replicas 1 --loads 0.3 --seconds 5 --turns 2",
     "gains": "--situation 'too many nodes' --inflate 32MiB --limit 2 --max-tokens 16",

@@ -29,6 +29,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "coupling.coupling",
         "Acceptance with the noise that draft and target share, against others.",
     ),
+    "expert-trees": (
+        "expert_trees.expert_trees",
+        "Trees that are chosen by the experts of their nodes, over goodput at the same prices.",
+    ),
     "experts": (
         "experts.experts",
         "A decoder layer with experts against the bandwidth of the weights that it reads.",
