@@ -3,6 +3,7 @@ tokenizer.json with the standard library only."""
 
 import hashlib
 import json
+import re
 import struct
 from array import array
 from bisect import bisect_left
@@ -17,6 +18,27 @@ from dovetail.protocol.errors import CheckpointError
 HEAD = struct.Struct("<III")
 """Header of a packed table: bytes of its description, number of tokens, bytes of spellings."""
 LARGEST_ID = (1 << 32) - 1
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_letters() -> Mapping[str, int]:
+    """Return the letters for bytes of GPT-2: printable ones, others from U+0100 on."""
+    themselves = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in themselves]
+    return {
+        **{chr(byte): byte for byte in themselves},
+        **{chr(256 + place): byte for place, byte in enumerate(others)},
+    }
+
+
+BYTE_OF_LETTER = _byte_letters()
+
+
+BYTES_OF_TOKENS = frozenset(
+    ("ByteLevel", "ByteFallback", "Replace", "Metaspace", "WordPiece", "Fuse", "Strip")
+)
+"""Types of decoders with which the bytes of a token within a text do not depend on its neighbours
+(`Strip` only changes the ends of a text)."""
 
 
 class TokenTable:
@@ -120,13 +142,53 @@ class TokenTable:
         start = self._ends[place - 1] if place else 0
         return self._spelt[start : self._ends[place]].decode("utf-8", "surrogatepass")
 
+    def pieces(self) -> dict[int, bytes]:
+        """Return the bytes of each token within a text, by id; special tokens have none. Raises
+        `CheckpointError` for a decoder with which they depend on other tokens."""
+        named = self.decoder or {"type": "WordPiece", "prefix": ""}
+        try:
+            steps = named["decoders"] if named["type"] == "Sequence" else [named]
+            kinds = {step["type"]: step for step in steps}
+            spaces = [
+                (step["pattern"]["String"], step["content"])
+                if step["type"] == "Replace"
+                else (step["replacement"], " ")
+                for step in steps
+                if step["type"] in ("Replace", "Metaspace")
+            ]
+            prefix = kinds["WordPiece"]["prefix"] if "WordPiece" in kinds else None
+        except (LookupError, TypeError) as error:
+            raise CheckpointError(f"its decoder is not supported ({error!r})") from None
+        if unread := kinds.keys() - BYTES_OF_TOKENS:
+            raise CheckpointError(f"its decoder {min(unread)} is not supported")
+        special = {*self.special.values()}
+        found = {}
+        for token in self:
+            spelt = self.spelling(token)
+            if token in special or not spelt:
+                continue
+            if "ByteLevel" in kinds and all(letter in BYTE_OF_LETTER for letter in spelt):
+                found[token] = bytes(map(BYTE_OF_LETTER.__getitem__, spelt))
+            elif "ByteFallback" in kinds and (byte := BYTE_TOKEN.fullmatch(spelt)):
+                found[token] = bytes([int(byte[1], 16)])
+            else:
+                for sign, space in spaces:
+                    spelt = spelt.replace(sign, space)
+                if prefix is not None:
+                    word = not prefix or not spelt.startswith(prefix)
+                    spelt = f" {spelt}" if word else spelt[len(prefix) :]
+                found[token] = spelt.encode("utf-8", "surrogatepass")
+        return found
+
     def against(self, draft: "TokenTable", draft_name: str, own_name: str) -> str:
-        """Return why a draft with that table cannot draft for this model; empty if it can."""
+        """Return why a draft that registers with that table cannot draft for this model; empty if
+        it can."""
         if draft.digest == self.digest:
             return ""
         return (
             f"the draft {draft_name} does not share the vocabulary of the target {own_name}: "
-            f"{'; '.join(self.differences(draft))}: choose a draft of the same model family"
+            f"{'; '.join(self.differences(draft))}: choose a draft of the same model family, or "
+            "set target.model to the target's folder where the draft runs"
         )
 
     def differences(self, other: "TokenTable", most: int = 3) -> list[str]:

@@ -21,7 +21,11 @@ MAY_IMPORT = {
 DOORS = {
     "zmq": ("protocol/links/", "protocol/keys.py"),
     "msgpack": ("protocol/codec.py", "runtime/record/recording.py", "runtime/journal/entries.py"),
-    "tokenizers": ("runtime/text/tokenizer.py", "workers/training/"),
+    "tokenizers": (
+        "runtime/text/tokenizer.py",
+        "workers/drafters/translation.py",
+        "workers/training/",
+    ),
     "jinja2": ("runtime/text/rendering.py", "launch/files/deployment/containers.py"),
     "safetensors": ("workers/models/checkpoints/checkpoint.py", "workers/training/"),
     "hqq": ("workers/models/substitutes/quantize.py",),

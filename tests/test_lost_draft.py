@@ -4,6 +4,7 @@ writes what it writes without a draft."""
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from support.inflated import inflated
 from support.losslessness import difference
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, growing, started, submit
+from support.vocabularies import fewer_merges
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 TOKENS = 160
@@ -116,10 +118,11 @@ MANY = 900
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["dovetail", "small"])
+@pytest.mark.parametrize("draft", ["dovetail", "small", "another vocabulary"])
 def test_drafting_goes_on_in_replies_that_run_when_another_draft_worker_is_there(
-    draft: str,
+    draft: str, tmp_path: Path
 ) -> None:
+    draft = str(fewer_merges(tmp_path / "draft")) if draft == "another vocabulary" else draft
     with growing({**inflated("256MiB", draft), "draft.device": "cpu"}) as (stack, client, another):
         alone = complete_all(client, ask(client, tree=None, tokens=MANY))
         drafted, ends = (

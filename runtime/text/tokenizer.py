@@ -7,7 +7,6 @@ files. Special tokens spelled out in a prompt are read as special tokens, as in 
 import copy
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -19,7 +18,7 @@ from tokenizers import Tokenizer, decoders
 from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.memory import release_memory
 from dovetail.protocol.messages import Described, FinishReason, VocabularyFacts
-from dovetail.protocol.vocabulary import TokenTable
+from dovetail.protocol.vocabulary import BYTE_OF_LETTER, BYTE_TOKEN, TokenTable
 from dovetail.runtime.text.decoders import REPLACEMENT, flushed, open_stages, through
 from dovetail.runtime.text.templates import INSTEAD, RENDERER
 
@@ -118,7 +117,6 @@ _STOP: FinishReason = "stop"
 _LENGTH: FinishReason = "length"
 NO_TEMPLATE = "the model has no chat template"
 Content = str | Sequence[str]  # the content of a message: a text, or the texts of its parts
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def against_values(values: Mapping[str, Any], template: str) -> str:
@@ -264,7 +262,7 @@ class TextCodec(Spelling):
             return spelt.encode()
         if self._byte_level and all(letter in BYTE_OF_LETTER for letter in spelt):
             return bytes(BYTE_OF_LETTER[letter] for letter in spelt)
-        if (byte := _BYTE_TOKEN.fullmatch(spelt)) is not None:
+        if (byte := BYTE_TOKEN.fullmatch(spelt)) is not None:
             return bytes([int(byte[1], 16)])
         before = self.decode(self._anchor, special=True)
         return self.decode([*self._anchor, token], special=True)[len(before) :].encode()
@@ -478,19 +476,6 @@ class ReplyText:
     def _unmarked(self, text: str) -> str:
         """Return a text without marks of special tokens."""
         return text.translate(dict.fromkeys(map(ord, MARKS))) if self._marks else text
-
-
-def _byte_letters() -> Mapping[str, int]:
-    """Return the letters for bytes of GPT-2: printable ones, others from U+0100 on."""
-    themselves = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in themselves]
-    return {
-        **{chr(byte): byte for byte in themselves},
-        **{chr(256 + place): byte for place, byte in enumerate(others)},
-    }
-
-
-BYTE_OF_LETTER = _byte_letters()
 
 
 def _valid(text: str) -> str:

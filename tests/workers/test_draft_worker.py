@@ -392,7 +392,7 @@ def test_a_worker_introduces_itself_with_what_its_folder_holds(llama_folder: Pat
     assert hello.table.data == TokenTable.read(tokenizer).packed
 
 
-def test_a_draft_of_another_vocabulary_is_refused_by_its_worker(
+def test_a_draft_without_a_common_token_is_refused_by_its_worker(
     llama_folder: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -404,7 +404,7 @@ def test_a_draft_of_another_vocabulary_is_refused_by_its_worker(
     file = tmp_path / "target.gguf"
     write_gguf(llama_folder, file, lambda *_: Type.F32)
     for target, name in ((str(llama_folder),) * 2, (resolved(str(file)), str(file))):
-        with pytest.raises(CheckpointError, match=f"the vocabulary of the target {name}: "):
+        with pytest.raises(CheckpointError, match=f"no token in common with the target {name}; "):
             open_draft_worker(
                 DraftSettings(model=str(other), kind="small", device="cpu"),
                 name="draft",

@@ -33,6 +33,9 @@ from dovetail.workers.speculation.score_calibration import Scale
 SCALE = Scale(1.0, 0.75)  # a head's (`drafters/head.py`): no published assistant was measured
 FEATURES: Literal["float16"] = "float16"  # type of the target's states, which a norm bounds
 
+Found = tuple[Tensor, Tensor]
+"""Logits [N, V] and states [N, H] after N nodes."""
+
 
 class NoRows:
     """The cache of a session without rows of its own. A `segment.Cache` of nothing."""
@@ -181,7 +184,8 @@ class AssistantDrafter(Grower[AssistantSession]):
         """Read the target's new rows, and compute the root; logits [1, V]."""
         self._take_rows(session)
         root = torch.tensor(session.log[-1:])
-        logits, session.states[:1] = yield Asked(session, root, session.last)
+        found: Found = yield Asked(session, root, session.last)
+        logits, session.states[:1] = found
         return logits
 
     def _read_nodes(self, session: AssistantSession, nodes: Nodes, shape: Shape) -> Steps:
@@ -189,8 +193,8 @@ class AssistantDrafter(Grower[AssistantSession]):
         first, above = 1 + tree.rows_used, 1 + tree.rows_of(tree.parents[nodes]).astype(np.int64)
         tree.give_rows(nodes)
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
-        asked = Asked(session, tokens, session.states[torch.from_numpy(above)])
-        logits, session.states[first : first + len(nodes)] = yield asked
+        found: Found = yield Asked(session, tokens, session.states[torch.from_numpy(above)])
+        logits, session.states[first : first + len(nodes)] = found
         return logits
 
     def _take_rows(self, session: AssistantSession) -> None:
@@ -209,7 +213,7 @@ class AssistantDrafter(Grower[AssistantSession]):
                 buffer[:, session.read : stop] = part
         session.read = stop
 
-    def compute(self, parts: Sequence[Asked]) -> Sequence[tuple[Tensor, Tensor]]:
+    def compute(self, parts: Sequence[Asked]) -> Sequence[Found]:
         """Compute the parts one by one: each attends to its own session's rows."""
         forward = self.assistant.forward
         return [forward(part.tokens, part.states, part.session.seen) for part in parts]

@@ -1,14 +1,15 @@
-"""The engine of a small draft model with the target's vocabulary.
+"""The engine of a small draft model, with the target's vocabulary or a `Translation`.
 
 A session holds the model's KV cache. Slots 0..length-1 are rows of the log, followed by the rows of
 the tree's expanded nodes. After a verdict, rows of accepted nodes become rows of the log, rows of
 the surviving subtree follow them, and the rest is free. The root is the last token of the log; it
 has a row once it has been expanded. The log and rows of an ended session can be kept for another
-one."""
+one. Rows are those of `DraftSession.ids`, the log in the draft's tokens."""
 
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -21,8 +22,9 @@ from dovetail.workers.drafters.engine import Keeper
 from dovetail.workers.drafters.passes import EMPTY, Rows, read_alone, wanted_rows
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
+from dovetail.workers.drafters.translation import Retokenised, Translation, shared_length
 from dovetail.workers.drafters.tree import CHUNK, Grower
-from dovetail.workers.models.backends.device.levels import Ranked, joined
+from dovetail.workers.models.backends.device.levels import DeviceRanking, Ranked, joined
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefill import TURN_TAIL, next_stop
@@ -47,27 +49,47 @@ Steps = Generator[Rows, Ranked, Tensor]
 
 @dataclass(kw_only=True)
 class DraftSession(GrowingSession):
-    """One sequence. `room`: the number of tokens that fit into the draft's context."""
+    """One sequence. `room`: the number of tokens that fit into the draft's context. `text`: the log
+    in the draft's tokens; None: they are the target's."""
 
     room: int
+    text: Retokenised | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The log in the draft's tokens."""
+        return self.log if self.text is None else self.text.tokens
 
     @property
     def readable(self) -> bool:
         """Whether the log fits into the draft's context."""
-        return len(self.log) <= self.room
+        return len(self.ids) <= self.room
+
+    @property
+    def missing_rows(self) -> int:
+        return len(self.ids) - self.rows
 
     def within_reach(self, shape: Shape) -> Shape:
         """`shape`, also limited to the levels for which the draft's context has room."""
         shape = super().within_reach(shape)
-        return Shape(shape.nodes, min(shape.depth, self.room - len(self.log) + 1), shape.width)
+        if self.text is not None and self.text.waiting:
+            return Shape(shape.nodes, 0, shape.width)
+        return Shape(shape.nodes, min(shape.depth, self.room - len(self.ids) + 1), shape.width)
 
 
+@dataclass(frozen=True)
 class DraftLeft(Left):
-    """A log with its rows as far as it has been read: missing ones will be computed."""
+    """A log with its rows as far as it has been read: missing ones will be computed. `ids`: the
+    tokens of a log that the draft reads in its own."""
+
+    ids: Sequence[int] | None = None
 
     @property
     def there(self) -> int:
         return len(self.log)
+
+    def branch(self, kept: int) -> Self:
+        return super().branch(kept if self.ids is None else self.cache.length)
 
 
 class Drafter(Grower[DraftSession], Keeper[DraftSession]):
@@ -82,18 +104,24 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         *,
         ahead: bool = False,
         sharpening: float = SHARPENING,
+        translation: Translation | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`ahead`: give sessions rows for growth ahead. `sharpening`: the initial value of
-        "auto"."""
+        """`ahead`: give sessions rows for growth ahead. `sharpening`: the initial value of "auto".
+        `translation`: to the vocabulary of the target, if it is not the model's."""
         super().__init__(spans, Scale(sharpening, noise_share=1.0), ahead=ahead, clock=clock)
-        self.model = model
+        self.model, self.translation = model, translation
+        self.vocabulary_size = (
+            model.vocabulary_size if translation is None else translation.facts.size
+        )
+        if translation is not None:
+            self.prompt_rows = 0  # the target's chunks are not those of its own tokens
         self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model.new_cache(0))
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the model's
-        vocabulary."""
-        if (largest := max(tokens)) >= (size := self.model.vocabulary_size):
+        vocabulary, or the one that it translates."""
+        if (largest := max(tokens)) >= (size := self.vocabulary_size):
             text = f"token {largest} is beyond the draft's vocabulary of {size}"
             raise RequestError("vocabulary", f"{text}; choose a draft of the same family")
 
@@ -101,19 +129,27 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         """Open a session and prefill its prompt, or its first `order.read` rows, if it fits into
         the context. `base`: the rows of a session that began with the first `kept` tokens; it must
         not be used any more."""
-        room = min(order.capacity, self.model.context)
-        rows = self._tree_rows(order.sampling, order.tree)
+        room, text = min(order.capacity, self.model.context), None
+        rows, kept = self._tree_rows(order.sampling, order.tree), order.kept
+        if self.translation is not None:
+            room, text = self.model.context, Retokenised(self.translation, order.prompt)
+            if base is not None:
+                assert base.ids is not None
+                kept = min(shared_length(base.ids, text.tokens), len(text.tokens) - 1)
+        ids = order.prompt if text is None else text.tokens
+        slots = room if text is None else min(room, len(ids) + order.capacity)
         session = DraftSession(
             log=list(order.prompt),
             ranking=self._ranking(order),
             policy=open_policy(order.tree),
             depth=order.tree.most_levels,
             capacity=order.capacity,
-            cache=self._open_cache(room + rows, base, order.kept)
-            if len(order.prompt) <= room
+            cache=self._open_cache(slots + rows, base, kept)
+            if len(ids) <= room
             else self.model.new_cache(0),
             rows_ahead=rows,
             room=room,
+            text=text,
         )
         if session.readable and order.read != 0:
             self.read(session, order.read)
@@ -130,17 +166,21 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
     def _ranking(self, order: Open) -> Ranking:
         return Ranking.begin(
             order,
-            most_tokens=self.model.vocabulary_size,
+            most_tokens=self.vocabulary_size,
             score_calibration=self.score_calibration,
             device=self.model.device,
         )
 
     def keep(self, session: DraftSession) -> DraftLeft:
         session.cache.resize(session.cache.length)
-        return DraftLeft(session.log, session.cache)
+        return self._left(session, 0)
 
     def left(self, session: DraftSession) -> DraftLeft:
-        return DraftLeft(session.log, session.cache, session.tree.rows_used)
+        return self._left(session, session.tree.rows_used)
+
+    def _left(self, session: DraftSession, used: int) -> DraftLeft:
+        ids = None if session.text is None else session.text.tokens
+        return DraftLeft(session.log, session.cache, used, ids)
 
     @property
     def shares(self) -> bool:
@@ -149,12 +189,38 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
     def _open_cache(self, rows: int, base: DraftLeft | None, kept: int) -> Cache:
         """Return a cache for `rows` rows: empty, or with those of the first `kept` tokens of
         another session."""
-        check_rows(rows + self._base_rows, 0, self._row_bytes)
         if base is None:
+            check_rows(rows + self._base_rows, 0, self._row_bytes)
             return self.model.new_cache(rows)
         base.cache.truncate(base.cache.restorable(min(kept, base.cache.length)))
-        base.cache.resize(rows)
+        self._resize(base.cache, rows)
         return base.cache
+
+    def _resize(self, cache: Cache, rows: int) -> None:
+        check_rows(rows + self._base_rows, 0, self._row_bytes)
+        cache.resize(rows)
+
+    def _way(self, session: DraftSession, tokens: Sequence[int]) -> list[int]:
+        """Follow the nodes as far as the log, in the draft's tokens, has the same: appended text
+        may change its last ones. Rows of tokens that have changed are dropped."""
+        way = super()._way(session, tokens)
+        if self.translation is None or session.text is None:
+            return way
+        ids, cache, count = session.text.tokens, session.cache, len(session.text.tokens)
+        same = session.text.extend(tokens)
+        nodes = self.translation.own[session.tree.tokens[way]].tolist() if way else []
+        agreed = shared_length(nodes, ids[count:]) if same == count else 0
+        if agreed == len(tokens) == len(ids) - count:
+            return way
+        # the last token is computed again: its logits are needed
+        way = way[: max(0, min(agreed, len(tokens) - 1, len(ids) - 1 - count))]
+        if session.readable and len(ids) + session.rows_ahead > cache.capacity:
+            way = []
+        if not way:
+            cache.truncate(cache.restorable(min(cache.length, same, len(ids) - 1)))
+        if session.readable and len(ids) + session.rows_ahead > cache.capacity:
+            self._resize(cache, min(2 * len(ids), session.room) + session.rows_ahead)
+        return way
 
     def _move_root(
         self, session: DraftSession, path: Sequence[int], root: int | None, width: int
@@ -175,18 +241,27 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         few = self.model.captures and session.missing_rows <= MOST_TRUE
         found = yield from (self._read_few(session) if few else self._read_missing(session))
         session.note_ranking(THE_ROOT, found.best)
-        return found.logits
+        return self._of_target(found.logits)
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """Return logits [N, V] over the target's vocabulary."""
+        return logits if self.translation is None else self.translation.logits(logits)
+
+    def _ranking_of(self, session: DraftSession, nodes: Nodes) -> DeviceRanking | None:
+        """Return the ranking for a device: in captured passes over the target's vocabulary."""
+        captured = self.model.captures and self.translation is None
+        return session.ranking_of(nodes) if captured else None
 
     def _read_few(self, session: DraftSession) -> Passes:
         """Compute the missing rows of the log in the fixed shapes of a level."""
-        cache, tokens = session.cache, session.log[session.cache.length :]
+        cache, tokens = session.cache, session.ids[session.cache.length :]
         start, count = cache.length, len(tokens)
         found = yield Rows(
             torch.tensor(tokens),
             torch.arange(start, start + count),
             Segment(cache, start, count, Paths.growing(start, count)),
             wanted=1,
-            ranking=session.ranking_of(THE_ROOT),
+            ranking=self._ranking_of(session, THE_ROOT),
         )
         cache.keep(range(start, start + count), count)
         return found
@@ -194,10 +269,10 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
     def _read_missing(self, session: DraftSession, rows: int | None = None) -> Passes:
         """Compute the missing rows of the log, or the first `rows` of them; return the last one's
         result."""
-        cache, found = session.cache, Ranked(EMPTY, None)
-        told = len(session.log)
+        cache, found, ids = session.cache, Ranked(EMPTY, None), session.ids
+        told = len(ids)
         stop = told if rows is None else cache.length + rows
-        while missing := session.log[cache.length : min(stop, next_stop(cache, told, CHUNK))]:
+        while missing := ids[cache.length : min(stop, next_stop(cache, told, CHUNK))]:
             start, count = cache.length, len(missing)
             tokens, positions = torch.tensor(missing), torch.arange(start, start + count)
             found = yield Rows(tokens, positions, Segment(cache, start, count), wanted=1)
@@ -213,8 +288,9 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         segment = Segment(
             cache, segment_start, len(nodes), Paths.behind(cache.length, *tree.lineage(nodes))
         )
-        tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
-        positions = torch.from_numpy(len(session.log) - 1 + tree.levels[nodes].astype(np.int64))
+        own = tree.tokens[nodes].astype(np.int64)
+        tokens = torch.from_numpy(own if self.translation is None else self.translation.own[own])
+        positions = torch.from_numpy(len(session.ids) - 1 + tree.levels[nodes].astype(np.int64))
         return (yield from self._ranked(session, nodes, tokens, positions, segment))
 
     def _ranked(
@@ -227,10 +303,10 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
     ) -> Steps:
         """Compute the rows of `nodes`; where passes are captured, the device also ranks their
         children."""
-        ranking = session.ranking_of(nodes) if self.model.captures else None
+        ranking = self._ranking_of(session, nodes)
         found = yield Rows(tokens, positions, segment, len(nodes), ranking=ranking)
         session.note_ranking(nodes, found.best)
-        return found.logits
+        return self._of_target(found.logits)
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Ranked]:
         """Compute parts: if levels are captured, all levels in one pass and the others one by one;

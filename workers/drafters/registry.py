@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import MAX_SESSIONS, MAX_TOKENS
 from dovetail.protocol.settings import HEAD_KINDS, SUBSTITUTE_WEIGHTS, DraftSettings
 from dovetail.protocol.spans import Spans
@@ -18,6 +18,7 @@ from dovetail.workers.sessions.prefix_cache import affordable_tokens
 
 if TYPE_CHECKING:
     from dovetail.workers.devices.base import Device
+    from dovetail.workers.drafters.translation import Translation
     from dovetail.workers.heads.head import Head
     from dovetail.workers.models.language_model import LanguageModel
 
@@ -234,27 +235,14 @@ def _fastest(wanted: Wanted, device: "Device", excluded: Mapping[str, str] | Non
     return chosen.weights
 
 
-def check_shared(draft: str, target: str) -> None:
-    """Raise `CheckpointError` for a draft with another vocabulary than the target's, before
-    anything is loaded. If the target is elsewhere, the coordinator checks this."""
-    from dovetail.workers.models.checkpoints.gguf.view import spelled
-    from dovetail.workers.models.checkpoints.hub import local_folder
-    from dovetail.workers.models.checkpoints.tokenizer import table_in
-
-    folders = [local_folder(source) for source in (draft, target) if source]
-    tables = [table_in(folder) for folder in folders if folder is not None]
-    names = spelled(draft), spelled(target)
-    if len(tables) == 2 and (why_not := tables[1].against(tables[0], *names)):
-        raise CheckpointError(why_not)
-
-
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
+    from dovetail.workers.drafters.translation import described, open_translation
     from dovetail.workers.drafters.weights import OVERFLOWS, check_type, within_fp16
     from dovetail.workers.models.loading import load_language_model
     from dovetail.workers.models.remembered import tell_proof
 
     settings = wanted.settings
-    check_shared(settings.model, wanted.target)
+    translation = open_translation(settings.model, wanted.target)
     device = wanted.open_device()
 
     def load(weights: str) -> "LanguageModel":
@@ -272,30 +260,41 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     found = within_fp16(lambda: load("fp16")) if chosen and weights == "fp16" else load(weights)
     model = found or load(_fastest(wanted, device, {"fp16": OVERFLOWS}))
     tell_proof(model.proved, wanted.name)
-    return _model_worker(wanted, model, device, model.checkpoint.source)
+    if translation is not None:
+        said = described(translation, model, settings.model, wanted.target)
+        print(f"{wanted.name}: {said}", file=sys.stderr)
+    return _model_worker(wanted, model, device, model.checkpoint.source, translation=translation)
 
 
 def _model_worker(
-    wanted: Wanted, model: "LanguageModel", device: "Device", called: str, **more: Any
+    wanted: Wanted,
+    model: "LanguageModel",
+    device: "Device",
+    called: str,
+    translation: "Translation | None" = None,
+    **more: Any,
 ) -> DraftWorker[Any]:
-    """Return the draft worker of a language model, named `called`; `more`: arguments of
-    `Drafter`."""
+    """Return the draft worker of a language model, named `called`, which registers with the
+    vocabulary that it proposes in; `more`: arguments of `Drafter`."""
     from dovetail.workers.drafters.model import Drafter
     from dovetail.workers.models.backends.device.choice import tell_products
 
     if not device.is_cpu:
         tell_products(device.torch_device, wanted.name)
     checkpoint, spans = model.checkpoint, Spans()
+    vocabulary, table = checkpoint.vocabulary, checkpoint.table
+    if translation is not None:
+        vocabulary, table = translation.facts, translation.table
     identity = wanted.identity(
         model,
         device,
         called,
         context=model.context,
-        vocabulary=checkpoint.vocabulary,
-        table=checkpoint.table,
+        vocabulary=vocabulary,
+        table=table,
     )
     ahead = wanted.settings.ahead is not False
-    engine = Drafter(model, spans, ahead=ahead, **more)
+    engine = Drafter(model, spans, ahead=ahead, translation=translation, **more)
     return on_device(DraftWorker(engine, identity, spans))
 
 
