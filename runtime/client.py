@@ -21,6 +21,7 @@ from dovetail.protocol.messages import (
     Emitted,
     Failed,
     Finished,
+    Forget,
     Hello,
     LoadingState,
     Look,
@@ -132,6 +133,13 @@ class Client:
                 ahead=ahead,
             )
         )
+        return self._requests
+
+    def forget(self, owner: str = "") -> int:
+        """Request that an owner's earlier texts be forgotten, which is answered by Forgotten.
+        Return the request's number."""
+        self._requests += 1
+        self._send(Forget(epoch=self.epoch, request=self._requests, owner=owner))
         return self._requests
 
     def cancel(self, request: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Generic
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.lookup import in_texts
 from dovetail.protocol.messages import (
     MAX_SPANS,
     Close,
@@ -349,6 +350,7 @@ class DraftWorker(Generic[SessionT]):
             command.more,
             Price(command.rate, command.floor),
             command.ahead,
+            in_texts(command.recalled),
         )
 
     def _check(self, held: _Held[SessionT], command: Draft) -> None:
@@ -366,6 +368,8 @@ class DraftWorker(Generic[SessionT]):
             text = f"nodes {command.accepted} are not a path of the proposal of round {held.round}"
             raise RequestError("prefix", f"session {command.session}: {text}")
         self.engine.check_tokens([command.bonus, *command.more])
+        for _, *tokens in filter(None, command.recalled):
+            self.engine.check_tokens([command.bonus, *tokens])
         self.engine.check_features(held.session, committed, command.features)
 
     def _drafted(self, command: Draft, proposal: Proposal, start_ns: int) -> Drafted:

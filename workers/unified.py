@@ -212,7 +212,11 @@ def open_unified(
         tell_products(device.torch_device, name)
     spans = Spans()
     engine = SharedDrafter(
-        substitute, spans, ahead=draft.ahead is not False, sharpening=SUBSTITUTE_SHARPENING
+        substitute,
+        spans,
+        ahead=draft.ahead is not False,
+        merges=draft.merge_lookup,
+        sharpening=SUBSTITUTE_SHARPENING,
     )
     engine.borrow = lambda number: _lent(verifying, number)
     verifying.verifier.rows_beside = engine.rows_beside

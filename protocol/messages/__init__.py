@@ -50,7 +50,9 @@ Event = (
     | Failed
 )
 
-Request = Hello | Submit | Recall | Cancel | Status | Describe | Look | Swap | Dismiss | Stop
+Request = (
+    Hello | Submit | Recall | Forget | Cancel | Status | Describe | Look | Swap | Dismiss | Stop
+)
 
 Reply = (
     Welcome
@@ -59,6 +61,7 @@ Reply = (
     | Recorded
     | Finished
     | Recalled
+    | Forgotten
     | Reported
     | Described
     | Seen

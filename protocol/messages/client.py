@@ -131,6 +131,23 @@ class Recalled(Message):
     memo: Annotated[bytes, Field(max_length=MAX_MEMO)]
 
 
+class Forget(Message):
+    """A client requests that the coordinator forget an owner's earlier texts, in which look-ups
+    search; answered by Forgotten. Running requests are added to them when they end."""
+
+    type: Literal["forget"] = "forget"
+    request: Count
+    owner: Name = ""
+    """The owner named in the Submit."""
+
+
+class Forgotten(Message):
+    """An owner's earlier texts are forgotten, if there were any."""
+
+    type: Literal["forgotten"] = "forgotten"
+    request: Count
+
+
 class Cancel(Message):
     type: Literal["cancel"] = "cancel"
     request: Count

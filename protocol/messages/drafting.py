@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from dovetail.protocol.arrays import Array, stack
+from dovetail.protocol.lookup import OCCURRENCES
 from dovetail.protocol.messages.parts import (
     MAX_NODES,
     MAX_PASSES,
@@ -54,6 +55,9 @@ class Draft(AboutSession):
     offered, and nothing is grown below it."""
     ahead: bool = False
     """True if growth continues while the proposal is verified, until the next command."""
+    recalled: Annotated[tuple[NodeTokens, ...], Field(max_length=OCCURRENCES, fail_fast=True)] = ()
+    """Occurrences of the log's last tokens in earlier texts of its owner, for a look-up: each the
+    number of tokens that match, then those that followed. Empty without a memory of such texts."""
     features: Array | None = None
     """[1 + accepted + more, row], for a draft that reads its target: features of the last root and
     the accepted nodes, then of bonus and `more` without the last token. None in round 1, after the

@@ -218,6 +218,11 @@ class DraftSettings(Frozen):
         description="keep drafting while the target verifies; auto: if the two share no device, or "
         "if measurements show a gain, and never on a shared core",
     )
+    merge_lookup: bool = Field(
+        True,
+        description="under the policy goodput, what a look-up finds in the text joins the tree of "
+        "a model or head",
+    )
     pickled: bool = Field(
         False,
         description="read a head's weights from a *.bin if it has no *.safetensors; only numbers "

@@ -107,6 +107,11 @@ class CoordinatorSettings(Frozen):
         description="limit on the memory of requests and replies, and on the journal's disk space; "
         "beyond it the oldest finished replies are dropped, then new requests are refused (429)",
     )
+    lookup_memory: Size = Field(
+        "0",
+        description="memory for the tokens of earlier prompts and replies, in which look-ups also "
+        "search, for requests of the same API key only; the oldest are dropped; 0: none",
+    )
     move: Literal["same", "any"] = Field(
         "same",
         description="on which target a session continues if its own was lost: same (of equal "

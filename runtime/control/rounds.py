@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from dovetail.protocol.messages import Drafted
+from dovetail.runtime.session.lookup_memory import Recalled
 from dovetail.runtime.telemetry.metrics import RoundTimes
 
 WINDOW = 16  # rounds over which a session's own figures are averaged
@@ -62,6 +63,7 @@ class Plan:
     ahead: bool = False
     deadline_ms: float | None = None
     most_depth: int | None = None
+    recalled: Recalled = ()
     patience_s: float | None = None
     """Seconds that the target waits for the proposal; None for no limit."""
 

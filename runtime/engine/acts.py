@@ -14,6 +14,7 @@ from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry, ServiceState
 from dovetail.runtime.session.actions import Action
+from dovetail.runtime.session.lookup_memory import LookupMemory
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Dropped, Tally
@@ -74,6 +75,7 @@ class EngineState:
     tally: Tally
     dropped: Dropped
     now_ns: Callable[[], int]
+    memory: LookupMemory | None  # earlier texts; None: they are not kept
 
     @property
     def epoch(self) -> int:

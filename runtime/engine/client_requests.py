@@ -14,6 +14,8 @@ from dovetail.protocol.messages import (
     Described,
     Dismiss,
     Failed,
+    Forget,
+    Forgotten,
     Hello,
     Look,
     Message,
@@ -59,7 +61,7 @@ class ClientRequests:
         self._registry, self._placement = shared.registry, shared.placement
         self._changes, self._observing = shared.changes, shared.observing
         self._report, self._claims, self._starting = report, claims, starting
-        self._acts = shared.acts
+        self._acts, self._memory = shared.acts, shared.memory
 
     def _user(self, client: ClientPeer) -> PeerKey | None:
         """Return a client's key; None over ipc."""
@@ -74,6 +76,11 @@ class ClientRequests:
                 self._asked(client, request, now_ns)
             case Recall():
                 self._recall(client, request)
+            case Forget():
+                if self._memory is not None:
+                    self._memory.forget(f"{self._starting.key(client)}/{request.owner}")
+                done = Forgotten(epoch=self._service.epoch, request=request.request)
+                self._acts.reply(client, done)
             case Cancel():
                 if (number := client.sessions.get(request.request)) is not None:
                     self._acts.cancel(self._running[number])

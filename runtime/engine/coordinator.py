@@ -32,6 +32,7 @@ from dovetail.protocol.messages import (
     Verified,
 )
 from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.protocol.settings.values import byte_count
 from dovetail.runtime.engine.acts import Acts, EngineState, Outcome
 from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.client_requests import ClientRequests, observe
@@ -56,6 +57,7 @@ from dovetail.runtime.moves.moving import MOST_LOOKED_AT, Moving
 from dovetail.runtime.moves.reading_ahead import ReadingAhead
 from dovetail.runtime.moves.rebalancing import Rebalancing
 from dovetail.runtime.moves.replacement import Changes
+from dovetail.runtime.session.lookup_memory import LookupMemory
 from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Dropped, Tally
 
@@ -127,6 +129,7 @@ class Coordinator:
             Tally(),
             self._dropped,
             clock_ns,
+            LookupMemory(size) if (size := byte_count(settings.lookup_memory)) else None,
         )
         self._moving = Moving(state)
         ahead = ReadingAhead(state, self._moving)
@@ -294,6 +297,8 @@ class Coordinator:
         for client in [client for client in self.registry.clients.values() if client.outbox]:
             aside(self._post.flush, client)
         aside(self._intake.relieve)
+        if self._shared.memory is not None:
+            self._shared.memory.step()
         self._record(lambda recorder: recorder.tick(self._running))
         if self._journal is not None:
             aside(self._journal.tick)

@@ -9,7 +9,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, ParamSpec, TypeVar
 
-from dovetail.protocol.lookup import SearchedLog
+from dovetail.protocol.lookup import LONGEST, SearchedLog, in_texts
 from dovetail.protocol.messages import (
     NOTHING_TOLD,
     Draft,
@@ -27,6 +27,7 @@ from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.rounds import Load, Round, load_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action, Emit
+from dovetail.runtime.session.lookup_memory import LookupMemory, Recalled
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
@@ -140,6 +141,9 @@ class RunningRequest:
     drafts: bool = False  # True if there may be drafts for the request
     searched: SearchedLog | None = None
     """Its log in the form that a look-up draft searches, from its first round with one."""
+    memory: LookupMemory | None = None  # earlier texts, in which a look-up also searches
+    _recalled: tuple[int, Recalled] = (0, ())
+    """What was found in them, and the length of the log then."""
     asked_ns: int = 0  # when a proposal was last requested
     joining: bool = False  # True if its draft joined while it was running and is not ready yet
     draft_failure: DraftFailure | None = None  # its draft's first failure
@@ -159,6 +163,18 @@ class RunningRequest:
     _prompts: int = 0  # the number of prompts sent to its workers when the round began
     _reading: bool = False  # True if one of them was prefilling then
 
+    def recall(self) -> Recalled:
+        """Return occurrences of the log's last tokens in earlier texts of its owner."""
+        session = self.session
+        if self.memory is None or session.request.rejects:
+            return ()
+        if self._recalled[0] != session.length:
+            log = [*session.request.prompt[-LONGEST:], *session.tokens[-LONGEST:]]
+            owner, vocabulary = session.request.owner, self.target.facts.digest
+            found = self.memory.find(owner, vocabulary, log, session.request.most_nodes)
+            self._recalled = session.length, found
+        return self._recalled[1]
+
     def search(self) -> SearchedLog | None:
         """Return its log up to now if it has a look-up draft, else None. A trial asks its draft in
         any case."""
@@ -169,6 +185,7 @@ class RunningRequest:
             self.searched = SearchedLog([*session.request.prompt])
         log = self.searched.log
         log += session.tokens[len(log) - len(session.request.prompt) :]
+        self.searched.recalled = in_texts(self.recall())
         return self.searched
 
     def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:

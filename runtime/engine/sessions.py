@@ -4,6 +4,7 @@ error in one session ends it with one message, without effect on others."""
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -70,6 +71,7 @@ class Sessions:
     def _start(self, running: RunningRequest) -> None:
         self._observing.begin(running.session, trace=running.trace)
         running.observing, running.notes = self._observing, self._shared.notes
+        running.memory = None if running.trial else self._shared.memory
         observe(self._observing, self._registry, self._epoch, self._shared.acts.send)
         self._begun(running)
         self.perform(running, running.give(running.session.begin))
@@ -244,6 +246,10 @@ class Sessions:
 
     def plan(self, running: RunningRequest, asked: NextRound) -> Plan | None:
         """Return the plan of drafting for a session's next round."""
+        plan = self._plan(running, asked)
+        return plan and replace(plan, recalled=running.recall())
+
+    def _plan(self, running: RunningRequest, asked: NextRound) -> Plan | None:
         if (draft := running.draft) is None:
             return None
         session, controller, turns = running.session, running.controller, draft.turns
@@ -303,6 +309,10 @@ class Sessions:
         if self._running.pop(running.session.number, None) is None:
             return
         self._census.forget()
+        if running.memory is not None and running.reads_for is None:
+            request, tokens = running.session.request, running.session.tokens
+            log = request.log(tokens, running.session.length)
+            running.memory.add(request.owner, running.target.facts.digest, log)
         if self._shared.journal is not None and running.delivery.ticket:
             self._shared.journal.left(running.delivery.ticket)
         running.client.sessions.pop(running.request, None)

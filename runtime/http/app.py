@@ -14,7 +14,7 @@ from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBod
 from dovetail.runtime.http.dashboard import Watch, add_dashboard, page_files
 from dovetail.runtime.http.errors import ApiError, complaint, not_served, place, wrong_method
 from dovetail.runtime.http.exposition import CONTENT_TYPE
-from dovetail.runtime.http.guard import OPEN_PATHS, App, Guard, shared
+from dovetail.runtime.http.guard import OPEN_PATHS, OWNER, App, Guard, shared
 from dovetail.runtime.http.service import Service, json_response
 
 STATUSES = {
@@ -41,6 +41,7 @@ DECODING = (*ASKING, 429, 500, 504)
 ERRORS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("chat", "text", "chat_again", "text_again"), DECODING),
     "models": (503,),
+    "forget": (503,),
     "model": (404, 503),
     **dict.fromkeys(("tokenize", "detokenize"), ASKING),
     **dict.fromkeys(("readyz", "version", "load", "health", "metrics"), ()),
@@ -194,6 +195,12 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
+    @app.delete("/v1/lookup_memory", **documented("forget"))
+    async def forget(request: Request) -> Response:
+        """Forget the earlier prompts and replies of this API key, in which look-ups search."""
+        await service.gateway.forget(request.scope.get(OWNER, ""))
+        return json_response({"deleted": True})
+
     @app.get("/health", **documented("health"))
     async def health() -> Response:
         """Return whether this server is alive and has a coordinator."""

@@ -11,6 +11,7 @@ from dovetail.protocol.messages import (
     Emitted,
     Failed,
     Finished,
+    Forgotten,
     PromptScored,
     Recalled,
     Reported,
@@ -22,7 +23,7 @@ from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.text.tokenizer import TextCodec
 
 Told = Emitted | PromptScored | Finished | Failed
-A = TypeVar("A", Described, Reported, Seen, Recalled)
+A = TypeVar("A", Described, Reported, Seen, Recalled, Forgotten)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Questions:
         self._waiting.append((kind, answer))
         return answer
 
-    def answered(self, reply: Described | Reported | Seen | Recalled) -> None:
+    def answered(self, reply: Described | Reported | Seen | Recalled | Forgotten) -> None:
         """Resolve the first query, if it expects this type and its caller still waits."""
         if not self._waiting:
             return

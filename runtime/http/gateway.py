@@ -28,6 +28,8 @@ from dovetail.protocol.messages import (
     Emitted,
     Failed,
     Finished,
+    Forget,
+    Forgotten,
     Hello,
     LoadingState,
     Look,
@@ -165,6 +167,10 @@ class Gateway:
             raise ApiError(404, text, code="reply_not_found") from None
         return (await self._ask(question, Recalled)).memo
 
+    async def forget(self, owner: str) -> None:
+        """Make the coordinator forget an owner's earlier texts; raise `ApiError` without one."""
+        await self._ask(Forget(epoch=self._epoch, request=0, owner=owner), Forgotten)
+
     def cancel(self, number: int) -> None:
         """Cancel a request; no effect if it has ended already."""
         if self._asked.pop(number, None) is not None and self._there:
@@ -211,7 +217,7 @@ class Gateway:
         """Return the events since a number; raise `ApiError` without a coordinator."""
         return await self._ask(Look(epoch=self._epoch, request=0, after=after), Seen)
 
-    async def _ask(self, question: Describe | Status | Look | Recall, kind: type[A]) -> A:
+    async def _ask(self, question: Describe | Status | Look | Recall | Forget, kind: type[A]) -> A:
         self._check_there()
         answer = self._questions.expect(kind)
         self._send(question)
@@ -358,7 +364,7 @@ class Gateway:
                 self._failed(reply)
             case Welcome():
                 self._welcomed(reply)
-            case Described() | Reported() | Seen() | Recalled():
+            case Described() | Reported() | Seen() | Recalled() | Forgotten():
                 self._questions.answered(reply)
 
     def _welcomed(self, welcome: Welcome) -> None:

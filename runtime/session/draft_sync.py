@@ -109,6 +109,7 @@ class DraftSync:
             rate=plan.rate,
             floor=plan.floor,
             ahead=plan.ahead and not request.rejects,
+            recalled=plan.recalled,
             features=features,
         )
 

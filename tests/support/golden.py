@@ -229,6 +229,7 @@ def _drafting(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             rate=62.5,
             floor=0.03125,
             ahead=True,
+            recalled=((5, 7, 11), (3, 7)),
             features=facts.array(dtype="bfloat16", shape=(4, 12), data=bytes(range(96))),
         ),
         "drafts": m.Drafts(
@@ -362,6 +363,8 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         ),
         "recall": m.Recall(epoch=5, request=9, ticket="chatcmpl-0123456789abcdef/0", owner="alice"),
         "recalled": m.Recalled(epoch=1, request=9, memo=b"{}"),
+        "forget": m.Forget(epoch=5, request=9, owner="alice"),
+        "forgotten": m.Forgotten(epoch=1, request=9),
         "cancel": m.Cancel(epoch=5, request=9),
         "status": m.Status(epoch=5),
         "describe": m.Describe(epoch=5),

@@ -99,12 +99,14 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
         contrast: bool,
         capture: Capture | None = None,
         ahead: bool = False,
+        merges: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`contrast`: take the last level from the contrast output, which the head must have.
         `capture`: capture and replay the levels with it. `ahead`: give sessions rows for growth
-        ahead."""
-        super().__init__(spans, Scale(SHARPENING, NOISE_SHARE), ahead=ahead, clock=clock)
+        ahead. `merges`: see `Grower`."""
+        scale = Scale(SHARPENING, NOISE_SHARE)
+        super().__init__(spans, scale, ahead=ahead, merges=merges, clock=clock)
         self.head = head
         self._contrast, self._capture = contrast, capture
         spec = head.spec
@@ -149,8 +151,11 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
             least_rows=1 if adapts_shapes(tree) else tree.width,
             cache=None if base is None else base.cache,
         )
+        log = list(order.prompt)
         return HeadSession(
-            log=list(order.prompt),
+            log=log,
+            tree=self._new_tree(),
+            looked_up=self._look_up(order, log),
             ranking=ranking,
             policy=open_policy(tree),
             depth=tree.most_levels,
@@ -305,7 +310,7 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
         """Add the best children of `nodes`. A node that already has children (the moved root, or
         one predicted by a contrast output) keeps those that are still among the best."""
         tree, children = session.tree, session.children_of(logits, nodes, width)
-        some = session.survives or session.waiting_time.ahead
+        some = session.survives or session.waiting_time.ahead or tree.guesses
         if not some or not (tree.children_of(nodes) > 0).any():
             return tree.add_children(nodes, *children)
         added = tree.rank_again(nodes, *children)

@@ -103,13 +103,16 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         spans: Spans,
         *,
         ahead: bool = False,
+        merges: bool = False,
         sharpening: float = SHARPENING,
         translation: Translation | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`ahead`: give sessions rows for growth ahead. `sharpening`: the initial value of "auto".
-        `translation`: to the vocabulary of the target, if it is not the model's."""
-        super().__init__(spans, Scale(sharpening, noise_share=1.0), ahead=ahead, clock=clock)
+        """`ahead`: give sessions rows for growth ahead. `merges`: see `Grower`; not with a
+        translation, since a guess may have no token of the model's. `sharpening`: the initial value
+        of "auto". `translation`: to the vocabulary of the target, if it is not the model's."""
+        scale, merges = Scale(sharpening, noise_share=1.0), merges and translation is None
+        super().__init__(spans, scale, ahead=ahead, merges=merges, clock=clock)
         self.model, self.translation = model, translation
         self.vocabulary_size = (
             model.vocabulary_size if translation is None else translation.facts.size
@@ -138,8 +141,11 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
                 kept = min(shared_length(base.ids, text.tokens), len(text.tokens) - 1)
         ids = order.prompt if text is None else text.tokens
         slots = room if text is None else min(room, len(ids) + order.capacity)
+        log = list(order.prompt)
         session = DraftSession(
-            log=list(order.prompt),
+            log=log,
+            tree=self._new_tree(),
+            looked_up=self._look_up(order, log),
             ranking=self._ranking(order),
             policy=open_policy(order.tree),
             depth=order.tree.most_levels,

@@ -9,6 +9,8 @@ that look back are applied to them. Temperature and truncation are not, since th
 already sampled with them. Nor is the noise: these probabilities are too coarse to gain from it
 (measured at temperature 1: acceptance unchanged, scores two to three times too high).
 
+A draft with a model can take the same guesses into its own tree (`tree.py`).
+
 The tree is grown best first; since there are no passes to save, the policies `dynamic` and `budget`
 (without its decay) are the same here, and others are refused. So is rejection sampling: nothing is
 drawn here. Imports no torch."""
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.lookup import Matches, SearchedLog
+from dovetail.protocol.lookup import CLASSES, Matches, SearchedLog
 from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import misfit
 from dovetail.protocol.tree import ROOT, TokenTree
@@ -47,6 +49,16 @@ class _Node:
     matches: Matches = field(compare=False)
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """What a look-up proposes, best first."""
+
+    tree: TokenTree
+    scores: tuple[float, ...]  # the log-probability of each path
+    kinds: tuple[int, ...]  # the class of the longest match of each node
+    grown: int  # candidates looked at
+
+
 @dataclass
 class LookupSession:
     """One sequence, and the last proposal."""
@@ -56,8 +68,83 @@ class LookupSession:
     history: History
     sharpening: float
     capacity: int
+    unbounded: bool
+    """Whether paths may have more levels than the order's, which bound the passes of a model."""
     offered: TokenTree = field(default_factory=TokenTree)
     readable: bool = True  # always true: a log has no maximum length here
+
+
+def look_up(order: Open, log: list[int]) -> LookupSession:
+    """Return the look-up in `log`, which begins as the prompt of `order`."""
+    sharpening = SHARPENING if order.tree.sharpening == "auto" else order.tree.sharpening
+    history = History(order.sampling, log, order.end, order.replied)
+    unbounded = order.tree.traits.sizes_itself
+    return LookupSession(log, SearchedLog(log), history, sharpening, order.capacity, unbounded)
+
+
+def guesses(
+    session: LookupSession,
+    shape: Shape,
+    price: Price,
+    *,
+    past: Callable[[], bool] = lambda: False,
+) -> Guesses:
+    """Return what is expected after the session's log; `past`: whether to stop here."""
+    levels = shape.nodes if session.unbounded else shape.depth
+    depth = min(levels, session.capacity - len(session.log) - 1)
+    worst = -math.log(max(price.floor, LEAST if price.rate is None else NEGLIGIBLE))
+    waiting = [_Node(0.0, 0, ROOT, (), session.searched.occurrences())]
+    taken: list[_Node] = []
+    grown = 0
+    while waiting and len(taken) <= shape.nodes and not past():
+        node = heapq.heappop(waiting)
+        taken.append(node)
+        if len(node.path) < depth and len(taken) <= shape.nodes:
+            for child in _children(
+                session,
+                node,
+                number=len(taken) - 1,
+                first=grown + 1,
+                width=shape.width,
+                worst=worst,
+            ):
+                heapq.heappush(waiting, child)
+                grown += 1
+    nodes = taken[1 : shape.nodes + 1]
+    tree = TokenTree(
+        tuple(node.path[-1] for node in nodes), tuple(node.parent - 1 for node in nodes)
+    )
+    scores = tuple(-node.badness for node in nodes)
+    kinds = tuple(CLASSES[max(match for _, _, match in node.matches) - 1] for node in nodes)
+    return Guesses(tree, scores, kinds, grown)
+
+
+def _children(
+    session: LookupSession,
+    node: _Node,
+    *,
+    number: int,
+    first: int,
+    width: int,
+    worst: float,
+) -> Iterator[_Node]:
+    """Yield candidates below `node`, which has the number `number` (0: the root), that are no
+    worse than `worst`: best first, numbered from `first` on."""
+    if node.path and node.path[-1] in session.history.end:
+        return
+    votes, agreeing = session.searched.followers(node.matches, node.path)
+    logits = {
+        token: session.history.process(token, math.log(weight), node.path) / session.sharpening
+        for token, weight in votes.items()
+    }
+    largest = max(0.0, *logits.values()) if logits else 0.0  # unseen tokens have logit 0
+    total = largest + math.log(math.fsum(math.exp(z - largest) for z in (0.0, *logits.values())))
+    for token in sorted(logits, key=logits.__getitem__, reverse=True)[:width]:
+        badness = node.badness + max(0.0, total - logits[token])
+        if not badness <= worst:
+            return
+        yield _Node(badness, first, number, (*node.path, token), agreeing[token])
+        first += 1
 
 
 class Lookup(Engine[LookupSession]):
@@ -77,10 +164,7 @@ class Lookup(Engine[LookupSession]):
             size = order.vocabulary_size
             text = f"the prompt has token {largest}, beyond the target's vocabulary of {size}"
             raise RequestError("vocabulary", text)
-        log = list(order.prompt)
-        sharpening = SHARPENING if order.tree.sharpening == "auto" else order.tree.sharpening
-        history = History(order.sampling, log, order.end, order.replied)
-        return LookupSession(log, SearchedLog(log), history, sharpening, order.capacity)
+        return look_up(order, list(order.prompt))
 
     def draft(
         self,
@@ -92,6 +176,7 @@ class Lookup(Engine[LookupSession]):
         *,
         more: Sequence[int] = (),
         price: Price = FREE,
+        recalled: Matches = (),
     ) -> Proposal:
         """Append the `accepted` nodes of the last proposal, `bonus` and `more` to the log, and
         propose; candidates found after `deadline_ns` are left out. There are no passes, so only the
@@ -99,34 +184,15 @@ class Lookup(Engine[LookupSession]):
         committed = [*(session.offered.tokens[node] for node in accepted), bonus, *more]
         session.log += committed
         session.history.extend(committed)
-        depth = min(shape.depth, session.capacity - len(session.log) - 1)
-        worst = -math.log(max(price.floor, LEAST if price.rate is None else NEGLIGIBLE))
-        waiting = [_Node(0.0, 0, ROOT, (), session.searched.occurrences())]
-        taken: list[_Node] = []
-        grown = 0
-        while (
-            waiting
-            and len(taken) <= shape.nodes
-            and (deadline_ns is None or self._clock() <= deadline_ns)
-        ):
-            node = heapq.heappop(waiting)
-            taken.append(node)
-            if len(node.path) < depth and len(taken) <= shape.nodes:
-                for child in self._children(
-                    session,
-                    node,
-                    number=len(taken) - 1,
-                    first=grown + 1,
-                    width=shape.width,
-                    worst=worst,
-                ):
-                    heapq.heappush(waiting, child)
-                    grown += 1
-        nodes = taken[1 : shape.nodes + 1]
-        session.offered = TokenTree(
-            tuple(node.path[-1] for node in nodes), tuple(node.parent - 1 for node in nodes)
+        session.searched.recalled = recalled
+        found = guesses(
+            session,
+            shape,
+            price,
+            past=lambda: deadline_ns is not None and self._clock() > deadline_ns,
         )
-        return Proposal(session.offered, tuple(-node.badness for node in nodes), grown, hit=False)
+        session.offered = found.tree
+        return Proposal(found.tree, found.scores, found.grown, hit=False)
 
     def draft_all(
         self, orders: Sequence[Order[LookupSession]]
@@ -142,37 +208,8 @@ class Lookup(Engine[LookupSession]):
                     order.deadline_ns,
                     more=order.more,
                     price=order.price,
+                    recalled=order.recalled,
                 )
             except Exception as error:
                 outcome = error
             yield place, outcome
-
-    def _children(
-        self,
-        session: LookupSession,
-        node: _Node,
-        *,
-        number: int,
-        first: int,
-        width: int,
-        worst: float,
-    ) -> Iterator[_Node]:
-        """Yield candidates below `node`, which has the number `number` (0: the root), that are no
-        worse than `worst`: best first, numbered from `first` on."""
-        if node.path and node.path[-1] in session.history.end:
-            return
-        votes, agreeing = session.searched.followers(node.matches, node.path)
-        logits = {
-            token: session.history.process(token, math.log(weight), node.path) / session.sharpening
-            for token, weight in votes.items()
-        }
-        largest = max(0.0, *logits.values()) if logits else 0.0  # unseen tokens have logit 0
-        total = largest + math.log(
-            math.fsum(math.exp(z - largest) for z in (0.0, *logits.values()))
-        )
-        for token in sorted(logits, key=logits.__getitem__, reverse=True)[:width]:
-            badness = node.badness + max(0.0, total - logits[token])
-            if not badness <= worst:
-                return
-            yield _Node(badness, first, number, (*node.path, token), agreeing[token])
-            first += 1

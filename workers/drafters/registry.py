@@ -293,8 +293,8 @@ def _model_worker(
         vocabulary=vocabulary,
         table=table,
     )
-    ahead = wanted.settings.ahead is not False
-    engine = Drafter(model, spans, ahead=ahead, translation=translation, **more)
+    ahead, merges = wanted.settings.ahead is not False, wanted.settings.merge_lookup
+    engine = Drafter(model, spans, ahead=ahead, merges=merges, translation=translation, **more)
     return on_device(DraftWorker(engine, identity, spans))
 
 
@@ -334,7 +334,12 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     spans = Spans()
     contrast = head.spec.contrast and settings.contrast is not False
     engine = HeadDrafter(
-        head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False
+        head,
+        spans,
+        contrast=contrast,
+        capture=device.capture,
+        ahead=settings.ahead is not False,
+        merges=settings.merge_lookup,
     )
     identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)
     return on_device(DraftWorker(engine, identity, spans))

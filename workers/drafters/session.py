@@ -9,6 +9,7 @@ from torch import Tensor
 from dovetail.protocol.messages import MAX_PASSES
 from dovetail.protocol.settings import TreeSettings
 from dovetail.protocol.tree import ROOT
+from dovetail.workers.drafters.ngram import LookupSession
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.models.backends.device.levels import DeviceRanking, Fetched
 from dovetail.workers.models.segment import Cache
@@ -77,6 +78,8 @@ class GrowingSession:
     waiting_time: WaitingTime = field(default_factory=WaitingTime)
     waits: Recent = field(default_factory=Recent)
     """The pauses between a proposal and the next order."""
+    looked_up: LookupSession | None = None
+    """The look-up in its log, whose guesses join the tree; None: they do not."""
     ranked: RankedChildren | None = None
     """The children that a device has ranked in the last pass, if any."""
 

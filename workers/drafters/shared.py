@@ -95,8 +95,11 @@ class SharedDrafter(Drafter):
     def open(self, order: Open, base: DraftLeft | None = None) -> SharedSession:
         """Open a session; the target prefills the prompt, at the same time or later."""
         rows = self._tree_rows(order.sampling, order.tree)
+        log = list(order.prompt)
         return SharedSession(
-            log=list(order.prompt),
+            log=log,
+            tree=self._new_tree(),
+            looked_up=self._look_up(order, log),
             ranking=self._ranking(order),
             policy=open_policy(order.tree),
             depth=order.tree.most_levels,

@@ -14,6 +14,7 @@ import numpy as np
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.devices.memory import is_out_of_memory, without_graphs
+from dovetail.workers.drafters.ngram import Guesses
 from dovetail.workers.drafters.passes import Reading, read_together
 from dovetail.workers.drafters.session import NO_NODES, GrowingSession, WaitingTime
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
@@ -22,6 +23,8 @@ from dovetail.workers.speculation.proposal import FREE, Shape
 
 if TYPE_CHECKING:
     from dovetail.workers.drafters.tree import Grower
+
+LEAST_LEFT = 1e-9  # the least probability of a choice beyond the guesses
 
 SessionT = TypeVar("SessionT", bound=GrowingSession)
 
@@ -60,6 +63,8 @@ class Growth(Generic[SessionT]):
     wanted: Wanted | None = None  # nodes that its next pass may expand
     reading: Reading | None = None  # rows that are being computed for it
     error: Exception | None = None
+    guesses: Guesses | None = None  # of a look-up
+    guessed: int = 0  # nodes that joined the pool for them
 
     def __post_init__(self) -> None:
         self._offers = self.session.policy.passes(self.session.tree, self.shape)
@@ -71,8 +76,10 @@ class Growth(Generic[SessionT]):
         session = self.session
         for offer in self._offers:
             at_root, free = offer[0] == ROOT, session.free_rows
+            if not at_root and session.tree.guesses:  # the rows of their parents come first
+                offer = offer[session.tree.below_rows(offer)]
             again = len(self._left_out) and np.array_equal(offer, self._left_out)
-            if again or not (at_root or free):
+            if again or not len(offer) or not (at_root or free):
                 return False
             self._offer = offer
             if at_root or not hardly_matters(session, self.shape, engine.given_up):
@@ -199,11 +206,13 @@ def wanted_of(
     many rows the first 1, 2, ... of them take."""
     if session.price == FREE:
         return Wanted(nodes, None)
-    if nodes[0] == ROOT:
-        probabilities, rows = np.ones(1, np.float32), np.array([session.missing_rows])
-    else:
-        nodes = nodes[(-session.tree.scores[nodes]).argsort(kind="stable")]
-        probabilities, rows = session.tree.probabilities(nodes), rows_of_pass(session, nodes)
+    tree, at_root = session.tree, nodes[0] == ROOT
+    scores = np.zeros(1, np.float32) if at_root else tree.scores[nodes]
+    if tree.guesses:  # the target's choice may be among the guesses already
+        scores = scores + np.log(np.maximum(1.0 - tree.guessed_below(nodes), LEAST_LEFT))
+    order = (-scores).argsort(kind="stable")
+    nodes, probabilities = nodes[order], np.exp(scores[order], dtype=np.float32)
+    rows = np.array([session.missing_rows]) if at_root else rows_of_pass(session, nodes)
     return Wanted(nodes, Candidates(probabilities, rows, session.price, session.chance))
 
 

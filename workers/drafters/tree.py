@@ -17,17 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.protocol.messages import MAX_PASSES
+from dovetail.protocol.lookup import Matches
+from dovetail.protocol.messages import MAX_PASSES, Open
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.ahead import GrowthAhead
 from dovetail.workers.drafters.engine import Engine
+from dovetail.workers.drafters.ngram import Guesses, LookupSession, guesses, look_up
 from dovetail.workers.drafters.passes import Reading, Steps
 from dovetail.workers.drafters.session import GrowingSession, WaitingTime, tree_rows
 from dovetail.workers.drafters.side_by_side import Growth, SideBySide
 from dovetail.workers.sessions.wire import to_array
-from dovetail.workers.speculation.growth import Nodes
+from dovetail.workers.speculation.growth import GrowingTree, Nodes, Trust
 from dovetail.workers.speculation.prices import PassTimes
 from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, Shape
 from dovetail.workers.speculation.rejection import ProposalProbabilities
@@ -61,10 +63,12 @@ class Grower(Engine[SessionT]):
         start: Scale,
         *,
         ahead: bool = False,
+        merges: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`start`: the initial scale of a draft of this kind. `ahead`: give sessions rows for
-        growth ahead."""
+        growth ahead. `merges`: the guesses of a look-up join trees that size themselves."""
+        self._merges, self.trust = merges, Trust()
         self.score_calibration = ScoreCalibration(start)
         self._spans = spans
         self._rows_for_ahead = ahead
@@ -88,10 +92,11 @@ class Grower(Engine[SessionT]):
         more: Sequence[int] = (),
         price: Price = FREE,
         ahead: bool = False,
+        recalled: Matches = (),
     ) -> Proposal:
         """Draft for one session, as `draft_all` does, and raise instead of yielding an
         exception."""
-        order = Order(session, accepted, bonus, shape, deadline_ns, more, price, ahead)
+        order = Order(session, accepted, bonus, shape, deadline_ns, more, price, ahead, recalled)
         for _, outcome in self.draft_all([order]):
             if isinstance(outcome, Exception):
                 raise outcome
@@ -144,14 +149,22 @@ class Grower(Engine[SessionT]):
         session.tree.show(width)
         session.price, session.waiting_time = FREE if drawn else order.price, waiting
         shape = session.within_reach(order.shape) if session.readable else NOTHING
-        return Growth(place, session, shape, order.deadline_ns, hit, unused, waited)
+        growth = Growth(place, session, shape, order.deadline_ns, hit, unused, waited)
+        if (looked_up := session.looked_up) is not None:
+            looked_up.searched.recalled = order.recalled
+            if shape.nodes and looked_up.searched.recurs:
+                growth.guesses = guesses(looked_up, shape, order.price)
+                growth.guessed = _take_guesses(session, growth.guesses)
+        return growth
 
     def _end(self, growth: Growth[SessionT]) -> Proposal:
         """Propose the grown tree, which is empty without children of the root."""
         session, waited = growth.session, growth.waited
         if not session.tree.root_expanded:
             session.tree.clear()
-        grown = sum(done.added for done in growth.passes)
+            if (found := growth.guesses) is not None:
+                _take_guesses(session, found)
+        grown = sum(done.added for done in growth.passes) + growth.guessed
         wasted = growth.unused - (session.tree.unused - grown)
         times = [(done.rows, done.end_ns - done.start_ns) for done in growth.passes if done.rows]
         times += reversed(waited.passes)
@@ -183,6 +196,14 @@ class Grower(Engine[SessionT]):
     def _may_grow_ahead(self, session: SessionT) -> bool:
         """Return whether a tree may grow ahead now, if the order requested it."""
         return True
+
+    def _look_up(self, order: Open, log: list[int]) -> LookupSession | None:
+        """Return the look-up in a session's log if its guesses join the tree."""
+        merges = self._merges and order.tree.traits.sizes_itself and not order.sampling.rejects
+        return look_up(order, log) if merges else None
+
+    def _new_tree(self) -> GrowingTree:
+        return GrowingTree(self.trust)
 
     def _tree_rows(self, sampling: Sampling, tree: TreeSettings) -> int:
         """Return the rows of a session's trees. Under rejection sampling trees are drawn again in
@@ -255,6 +276,8 @@ class Grower(Engine[SessionT]):
         tree = session.tree
         way = self._way(session, tokens)
         session.log += tokens
+        if session.looked_up is not None:
+            session.looked_up.history.extend(tokens)
         session.ranking.commit(tokens, len(session.log))
         tree.used[way] = 1
         unused = tree.unused
@@ -268,14 +291,15 @@ class Grower(Engine[SessionT]):
         show how often an expansion finds the target's choice."""
         tree, way, node = session.tree, list[int](), ROOT
         for token in tokens:
-            if not tree.is_expanded(node):
-                break
             child = tree.child(node, token)
-            session.chance.add(
-                child is not None
-                and tree.ranks[child] < tree.shown
-                and math.exp(tree.scores[child]) >= session.price.floor
-            )
+            if tree.is_expanded(node):
+                session.chance.add(
+                    child is not None
+                    and tree.ranks[child] < tree.shown
+                    and math.exp(tree.scores[child]) >= session.price.floor
+                )
+                if tree.guesses:
+                    self.trust.learn(tree, node, token)
             if child is None:
                 break
             way.append(child)
@@ -309,7 +333,14 @@ class Grower(Engine[SessionT]):
     def _add_children(self, session: SessionT, logits: Tensor, nodes: Nodes, width: int) -> int:
         """Add children of `nodes`, after which the model has `logits` [N, V], to the tree; return
         how many."""
-        return session.tree.add_children(nodes, *session.children_of(logits, nodes, width))
+        tree, children = session.tree, session.children_of(logits, nodes, width)
+        if tree.guesses and (tree.children_of(nodes) > 0).any():
+            return tree.rank_again(nodes, *children)
+        return tree.add_children(nodes, *children)
+
+
+def _take_guesses(session: GrowingSession, found: Guesses) -> int:
+    return session.tree.guess(found.tree, found.scores, found.kinds)
 
 
 def _with_distributions(proposal: Proposal, drawn: ProposalProbabilities) -> Proposal:

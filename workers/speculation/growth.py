@@ -10,7 +10,12 @@ A node may have more children than the policies consider. All but the best `show
 *hidden* from them, with their subtrees; they are kept because one of them may become the next root.
 
 Letters: N nodes, K children, V vocabulary. Independent of models, clocks and, except for the rows
-of nodes, caches."""
+of nodes, caches.
+
+Guesses of another drafter (a look-up) can join the pool before the model has expanded anything.
+They have scores of their own, and once the model has ranked the same children a share of them
+(`Trust`). A guess that the model does not propose ranks behind all of its children, is never
+hidden, and leaves when the root moves."""
 
 import math
 from collections.abc import Sequence
@@ -33,10 +38,14 @@ ALL = 1 << 30  # a number of children that means all
 LEAST_HIDDEN = math.log(1e-3)  # hidden children of smaller gains are left out
 FEW = 4  # partition first if the pool is more than this multiple of the number wanted
 SMALLEST_POOL = 1024  # initial places of a pool, enough for most proposals; doubled when full
-TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN = range(7)  # the integer columns
-GAINS, SCORES = range(2)
-"""The float32 columns: the log-probability given the parent, at most 0, and the sum of these from
-the root down."""
+TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN, KINDS = range(8)  # the integer columns
+GAINS, SCORES, GUESSED = range(3)
+"""The float32 columns: the model's log-probability given the parent, at most 0 (-inf: only
+guessed); the sum from the root down, in which guesses have a share; the log-probability of a guess
+given the parent (-inf: not guessed)."""
+TRUST = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 0.9)
+"""The initial trust in guesses by the class of their match (`protocol/lookup.py`)."""
+PACE = 0.03  # the step of its learning
 
 
 class Branches(NamedTuple):
@@ -54,18 +63,53 @@ class Branches(NamedTuple):
         return (*reversed(tokens),)
 
 
+class Trust:
+    """The trust in the guesses of a look-up where the model has ranked the same children: a guess
+    of probability g that the model gives o < g has o + trust * (g - o), learned from the target's
+    choices."""
+
+    def __init__(self) -> None:
+        self.by_kind = np.array(TRUST)
+
+    def probabilities(self, tree: "GrowingTree", nodes: Nodes) -> NDArray[np.float64]:
+        """Return the probabilities of guessed nodes [N] given their parents."""
+        own = np.exp(tree.gains[nodes].astype(np.float64))
+        more = np.maximum(np.exp(tree.guessed[nodes]) - own, 0.0)
+        parents = tree.parents[nodes]
+        ranked = np.where(parents == ROOT, tree.root_expanded, tree.rows_of(parents) != NO_ROW)
+        found: NDArray[np.float64] = own + more * np.where(
+            ranked, self.by_kind[tree.kinds[nodes]], 1.0
+        )
+        return found
+
+    def learn(self, tree: "GrowingTree", node: int, token: int) -> None:
+        """Learn that the target chose `token` after an expanded node (-1: the root), by the slope
+        of the logarithm of its probability."""
+        nodes = np.flatnonzero((tree.parents == node) & (tree.guessed > tree.gains))
+        if not len(nodes):
+            return
+        found = np.clip(self.probabilities(tree, nodes), 0.02, 0.98)
+        more = np.exp(tree.guessed[nodes]) - np.exp(tree.gains[nodes])
+        right = tree.tokens[nodes] == token
+        steps = PACE * more * (right - found) / (found * (1.0 - found))
+        np.add.at(self.by_kind, tree.kinds[nodes], steps)
+        np.clip(self.by_kind, 0.01, 1.0, out=self.by_kind)
+
+
 class GrowingTree:
     """The pool, the rows of nodes, and whether the root has been expanded."""
 
-    def __init__(self) -> None:
+    def __init__(self, trust: Trust | None = None) -> None:
+        self._trust = trust or Trust()
         # place 0 is the root's, and node i has place i + 1, so lookups of parents include the root
-        self._ints = np.zeros((7, SMALLEST_POOL), np.int32)
-        self._floats = np.zeros((2, SMALLEST_POOL), np.float32)
+        self._ints = np.zeros((8, SMALLEST_POOL), np.int32)
+        self._floats = np.zeros((3, SMALLEST_POOL), np.float32)
         self._ints[(PARENTS, ROWS), 0] = ROOT, NO_ROW
         self._lines: dict[int, tuple[int, ...]] = {}
         """The lineage of nodes with rows; cleared when rows are renumbered."""
         self._stop = 1
         self.root_expanded = False
+        self.guesses = False  # True if nodes of the pool have been guessed
         self.rows_used = 0
         self.shown = ALL
 
@@ -113,14 +157,30 @@ class GrowingTree:
         return self._ints[HIDDEN, 1 : self._stop]
 
     @property
+    def kinds(self) -> Ints:
+        """The class of the longest match of each guess."""
+        return self._ints[KINDS, 1 : self._stop]
+
+    @property
     def gains(self) -> Floats:
-        """The log-probability of each node given its parent; the children of an expanded node are
-        the likeliest tokens after it."""
+        """The model's log-probability of each node given its parent, -inf for a guess of another
+        drafter; the children of an expanded node are the likeliest tokens after it."""
         return self._floats[GAINS, 1 : self._stop]
 
     @property
     def scores(self) -> Floats:
         return self._floats[SCORES, 1 : self._stop]
+
+    @property
+    def guessed(self) -> Floats:
+        """The log-probability of each node given its parent by another drafter; -inf: it was not
+        guessed."""
+        return self._floats[GUESSED, 1 : self._stop]
+
+    def guessed_below(self, nodes: Nodes) -> NDArray[np.float64]:
+        """Return the probability of the guessed children of each of `nodes` (-1: the root)."""
+        below = np.bincount(self.parents + 1, np.exp(self.guessed), len(self) + 1)
+        return np.minimum(below[nodes + 1], 1.0)
 
     def probabilities(self, nodes: Nodes) -> Floats:
         """Return the probability of each of `nodes` to lie on the target's path."""
@@ -133,8 +193,12 @@ class GrowingTree:
         return found
 
     def within(self, depth: int) -> Nodes:
-        """Return the nodes of the first `depth` levels that policies see."""
-        return np.flatnonzero((self.levels <= depth) & (self.hidden == 0))
+        """Return the nodes of the first `depth` levels that policies see, and guesses of any
+        level."""
+        reached = self.levels <= depth
+        if self.guesses:
+            reached |= self.guessed > -np.inf
+        return np.flatnonzero(reached & (self.hidden == 0))
 
     def levels_of(self, nodes: Nodes) -> Ints:
         """Return the levels of `nodes`; the root (-1) has level 0."""
@@ -176,10 +240,19 @@ class GrowingTree:
     def expandable(self, depth: int, least: float) -> Nodes:
         """Return the nodes without a row whose parents have one, above level `depth` and with a
         path probability of at least `least`."""
-        above = (self.parents == ROOT) | (self.rows_of(self.parents) >= 0)
+        every = np.arange(len(self))
         return np.flatnonzero(
-            (self.rows < 0) & above & (self.levels < depth) & (self.scores >= math.log(least))
+            (self.rows < 0)
+            & self.below_rows(every)
+            & (self.levels < depth)
+            & (self.scores >= math.log(least))
         )
+
+    def below_rows(self, nodes: Nodes) -> NDArray[np.bool_]:
+        """Return which of `nodes` have an expanded root or a row above them."""
+        parents = self.parents[nodes]
+        found: NDArray[np.bool_] = self.rows_of(parents) >= 0
+        return found | (parents == ROOT) if self.root_expanded else found
 
     def show(self, width: int) -> None:
         """Let policies see the best `width` children of every node from now on."""
@@ -237,13 +310,14 @@ class GrowingTree:
         first, above = self._stop, np.asarray(nodes, np.intp)[:, None] + 1
         self._reserve(first + tokens.size)
         self._stop += tokens.size
-        ints = self._ints[:, first : self._stop].reshape(7, *tokens.shape)
+        ints = self._ints[:, first : self._stop].reshape(8, *tokens.shape)
         over = self._ints[:, above]
         ints[TOKENS], ints[PARENTS], ints[LEVELS] = tokens, above - 1, over[LEVELS] + 1
         ints[RANKS], ints[ROWS], ints[USED] = np.arange(tokens.shape[1]), NO_ROW, 0
         ints[HIDDEN] = over[HIDDEN] | (ints[RANKS] >= self.shown) if hides else over[HIDDEN]
-        floats = self._floats[:, first : self._stop].reshape(2, *tokens.shape)
+        floats = self._floats[:, first : self._stop].reshape(3, *tokens.shape)
         floats[GAINS], floats[SCORES] = gains, self._floats[SCORES, above] + gains
+        floats[GUESSED] = -np.inf
         if math.isinf(lowest):
             left = first + np.flatnonzero(np.isfinite(gains))
             self._keep(np.concatenate((np.arange(first), left)))
@@ -253,7 +327,37 @@ class GrowingTree:
     def clear(self) -> None:
         """Remove every node: the root has moved to a token that was not drafted."""
         self._stop, self.root_expanded, self.rows_used = 1, False, 0
+        self.guesses = False
         self._lines.clear()
+
+    def guess(self, guesses: TokenTree, scores: Sequence[float], kinds: Sequence[int]) -> int:
+        """Add the guesses of another drafter below the root, with its log-probabilities of their
+        paths and the classes of their matches. Return how many were not in the pool."""
+        known = {
+            place: node
+            for node, place in enumerate(
+                zip(self.parents.tolist(), self.tokens.tolist(), strict=True)
+            )
+        }
+        levels, nodes, gains, new = self.levels.tolist(), list[int](), list[float](), []
+        for token, parent, score in zip(guesses.tokens, guesses.parents, scores, strict=True):
+            above = ROOT if parent == ROOT else nodes[parent]
+            node = known.get((above, token), len(levels))
+            if node == len(levels):
+                levels.append(1 if above == ROOT else levels[above] + 1)
+                new.append((token, above, levels[-1], ALL, NO_ROW, 0, 0, 0))
+            nodes.append(node)
+            gains.append(score if parent == ROOT else score - scores[parent])
+        if new:
+            self._reserve(self._stop + len(new))
+            self._ints[:, self._stop : self._stop + len(new)] = np.array(new, np.int32).T
+            self._floats[:, self._stop : self._stop + len(new)] = -np.inf
+            self._stop += len(new)
+        self.kinds[nodes] = kinds
+        self.guessed[nodes] = np.minimum(np.array(gains, np.float32), np.float32(0.0))
+        self.guesses = self.guesses or bool(nodes)
+        self._pass_down()
+        return len(new)
 
     def move_root(self, node: int, width: int) -> list[int]:
         """Make `node` the root and keep the best `width` children of every node below it. Return
@@ -262,6 +366,7 @@ class GrowingTree:
         rounding of the path above."""
         level = int(self.levels[node])
         root_expanded = bool(self.rows[node] != NO_ROW)
+        self.guessed[:], self.guesses = -np.inf, False
         self._keep_below(node, width)
         self.root_expanded = root_expanded
         self.levels[:] -= level
@@ -305,14 +410,15 @@ class GrowingTree:
         return counts[nodes + 1]
 
     def _keep_below(self, node: int, width: int) -> None:
-        """Keep only the best `width` children of every node below `node` (-1: the root), whose
-        children become the root's."""
+        """Keep only the best `width` children of every node below `node` (-1: the root), and
+        guesses. Its children become the root's."""
         level = 0 if node == ROOT else int(self.levels[node])
         below = np.zeros(len(self) + 1, np.bool_)  # the last element is the old root, index -1
         below[node] = True
         for deeper in range(level + 1, int(self.levels.max(initial=0)) + 1):
             at_level = np.flatnonzero(self.levels == deeper)
-            below[at_level] = below[self.parents[at_level]] & (self.ranks[at_level] < width)
+            kept = (self.ranks[at_level] < width) | (self.guessed[at_level] > -np.inf)
+            below[at_level] = below[self.parents[at_level]] & kept
         below[node] = False
         survivors = np.flatnonzero(below[:-1])
         renumbered = np.full(len(self) + 1, ROOT, np.int32)  # the new root becomes -1
@@ -324,6 +430,11 @@ class GrowingTree:
         """Recompute scores, and which nodes are hidden, level by level."""
         scores, hidden = self.scores, self.hidden
         scores[:], hidden[:] = self.gains, self.ranks >= self.shown
+        if self.guesses:
+            guessed = np.flatnonzero(self.guessed > -np.inf)
+            scores[guessed] = np.log(self._trust.probabilities(self, guessed))
+            np.minimum(scores, np.float32(0.0), out=scores)
+            hidden[guessed] = 0
         for level in range(2, int(self.levels.max(initial=0)) + 1):
             at_level = np.flatnonzero(self.levels == level)
             above = self.parents[at_level]

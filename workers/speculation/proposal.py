@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from dovetail.protocol.arrays import Array
+from dovetail.protocol.lookup import Matches
 from dovetail.protocol.tree import TokenTree
 
 
@@ -48,6 +49,7 @@ class Order(Generic[SessionCo]):
     more: Sequence[int] = ()  # tokens committed after the bonus
     price: Price = FREE
     ahead: bool = False  # True if growth continues after the proposal was sent
+    recalled: Matches = ()  # occurrences of the log's last tokens in earlier texts
 
 
 @dataclass(frozen=True)

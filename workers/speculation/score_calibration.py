@@ -254,7 +254,7 @@ class Expectations:
     ) -> None:
         """Note that the draft has logits [N, V] after `nodes` [N] of `tree`, which must not be
         modified later, and children with `tokens` [N, K]."""
-        if not len(tree):
+        if not np.isfinite(tree.gains).any():  # the root's children are ranked for the first time
             self._passes, self._unnamed = [], []
         if logits.numel() + sum(past.logits.numel() for past in self._passes) > REMEMBERED:
             return
