@@ -1,6 +1,6 @@
-"""Targets and drafts with states in their layers, or with attention over latents, in real processes
-and wherever layers are: the same tokens with and without speculation, and after a worker was
-killed."""
+"""Targets and drafts with states in their layers, with attention over latents, experts or inputs of
+the layers, in real processes and wherever layers are: the same tokens with and without speculation,
+from kept sessions, and after a worker was killed."""
 
 from pathlib import Path
 
@@ -54,16 +54,27 @@ PLACED = {
         ("deepseek_v3", "fp32", "split", "eagle3"),
         ("youtu", "int8", "streamed", "small"),
         ("deepseek_v2", "int8", "mixer", "ngram"),
+        ("qwen3_moe", "fp32", "whole", "shared"),
+        ("qwen3_5_text", "int8", "whole", "shared"),
+        ("gemma4_text small", "fp32", "whole", "shared"),
+        ("deepseek_v3", "fp32", "streamed", "shared"),
+        ("gpt_oss", "fp32", "whole", "substitute"),
+        ("bamba", "int8", "whole", "substitute"),
     ],
 )
 def test_a_lost_worker_and_speculation_change_no_token(
     kind: str, weights: str, placed: str, draft: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
-    write_tiny(kind, folder, **(VARIED[kind] | {"max_position_embeddings": 256}))
+    write_tiny(kind.split()[0], folder, **(VARIED[kind] | {"max_position_embeddings": 256}))
     flags = {"target.model": str(folder), "target.weights": weights, **PLACED[placed]}
+    flags |= {"coordinator.recovery_s": "600"}  # a substitute and its target are loaded again
     if draft == "small":
         flags |= {"draft.model": str(folder), "draft.weights": "int8", "draft.device": "cpu"}
+    elif draft in ("shared", "substitute"):
+        pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
+        flags |= {"draft.kind": "substitute", "draft.share": str(draft == "shared").lower()}
+        flags |= {"draft.device": "cpu"}
     elif draft == "ngram":
         flags |= {"draft.kind": "ngram"}
     else:
@@ -85,9 +96,14 @@ def test_a_lost_worker_and_speculation_change_no_token(
             if isinstance(reply, Finished):
                 ends[reply.request] = reply
             if not killed and all(len(heard) > 10 for heard in tokens.values()):
-                another("target")
+                another("unified" if draft == "shared" else "target")
                 stack.workers[0].process.kill()
                 killed = True
         assert killed
         for request, plain in zip(asked, alone, strict=True):
             assert ends[request].result.token_ids == plain.result.token_ids
+        again = complete_all(client, [ask(client, t, speculate=True) for t in temperatures])
+        for finished, plain in zip(again, alone, strict=True):
+            assert finished.result.token_ids == plain.result.token_ids
+            assert finished.result.draft_failure is None
+            assert draft == "ngram" or finished.result.accepted_tokens > 0

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM
 
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
 from dovetail.workers.devices.base import Capture
@@ -13,8 +15,9 @@ from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels.coded import GROUP
 from dovetail.workers.models.backends import staged
-from dovetail.workers.models.backends.blob import alone
+from dovetail.workers.models.backends.blob import Lying, alone
 from dovetail.workers.models.backends.device.fixed import ArenaCache
+from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.placement import (
     TREES_AHEAD,
     Place,
@@ -26,14 +29,20 @@ from dovetail.workers.models.backends.sizes import TREE_ROWS, sizes_of
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
-from dovetail.workers.models.substitutes.coded import coded_product, pack_codes
-from dovetail.workers.models.substitutes.quantize import CodedProduct, Codes
-from dovetail.workers.models.substitutes.substitute import load_device_substitute, load_substitute
+from dovetail.workers.models.substitutes import substitute
+from dovetail.workers.models.substitutes.coded import coded_product, pack_codes, unpack_codes
+from dovetail.workers.models.substitutes.quantize import CodedProduct, Codes, quantise
+from dovetail.workers.models.substitutes.substitute import (
+    DeviceSubstitute,
+    load_device_substitute,
+    load_substitute,
+)
 from dovetail.workers.serving.spread import spread_of
-from support.architectures import write_tiny
+from support.architectures import write_tiny, write_varied
 from support.cases import everyday
 from support.decoded import far
 from support.kernels import needs_kernels
@@ -153,6 +162,47 @@ def test_rows_that_the_kernels_have_in_another_order_have_their_codes_in_it(
         for model in (shared, kernels, target)
     )
     assert far(found, whole if resident else expected) < ROUNDED
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "kind",
+    everyday(
+        ["qwen3_moe", "qwen3_next", "deepseek_v3", "falcon_h1"],
+        "qwen3_next",
+    ),
+)
+def test_layers_of_every_kind_compute_what_their_codes_stand_for(
+    tmp_path: Path, as_a_gpu: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Experts, states and latents, with products in fp32: those of a GPU round to bf16, and a
+    router then chooses other experts."""
+    write_varied(kind, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").float()
+    exact, layers = ("kv_b_proj", "shared_expert_gate"), decoder_layers(model)[1]
+    for name, part in layers.named_modules():
+        if isinstance(part, nn.Linear) and not name.endswith(exact):
+            part.weight = nn.Parameter(quantise(part.weight, 8).weight(), requires_grad=False)
+    for stack in [part.data for part in layers.parameters() if part.ndim == 3]:
+        if stack.shape[1] > 1:  # no convolution
+            stack.copy_(torch.stack([quantise(matrix, 8).weight() for matrix in stack]))
+    with torch.inference_mode():
+        expected = model(TOKENS.unsqueeze(0)).logits[0]
+
+    def exactly(lying: Lying, memory: Tensor, _: object) -> Product:
+        codes, bias = unpack_codes(lying, memory)
+        return lambda x: linear(x, codes.weight(), bias)
+
+    monkeypatch.setattr(substitute, "coded_product", exactly)
+    staging = Staging([Place.STREAMED] * len(layers), HostTransfer())
+    target = load_language_model(
+        str(tmp_path), weights="fp32", device="cpu", stage=lambda *_: staging
+    )
+    shared = load_device_substitute(target, as_a_gpu, weights="int8")[0]
+    assert isinstance(shared.back_end, DeviceSubstitute)
+    assert shared.back_end.levels is None
+    found = shared.forward(TOKENS, torch.arange(8), [Segment(shared.new_cache(8), 0, 8)])
+    assert far(found, expected) < 1e-4
 
 
 @needs_kernels

@@ -40,6 +40,7 @@ def test_what_a_session_takes_is_told_by_the_configuration(kind: str, tmp_path: 
     assert sizes.layers == model.layers
     assert 0 <= sizes.row * sizes.layers - cache.row_bytes <= 2 * sizes.layers
     rows = 4 * sum(shape.row for shape in cache.states.shapes)
+    assert 0 <= sizes.factors * sizes.layers - rows <= sizes.layers
     told, found = sizes.states * sizes.layers, cache.base_bytes + TREE_ROWS * rows
     assert 0 <= told - found <= 8 * rows + sizes.layers
 

@@ -113,7 +113,7 @@ def test_what_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
             threads=1,
             memory=MemorySettings(),
         )
-    with pytest.raises(SettingsError, match=r"leave draft\.model out"):
+    with pytest.raises(SettingsError, match=r"leave draft\.share or draft\.model out"):
         open_unified(
             target,
             DraftSettings(kind="substitute", model="x"),

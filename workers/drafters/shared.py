@@ -23,7 +23,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession, Steps
 from dovetail.workers.drafters.session import THE_ROOT
 from dovetail.workers.drafters.side_by_side import Growth
-from dovetail.workers.models.backends.blocked_cache import BlockedCache
+from dovetail.workers.models.cache import SlotCache
 from dovetail.workers.models.recurrent import LentStates
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.room import check_rows
@@ -71,7 +71,7 @@ class SharedSession(DraftSession):
         if self.states is None:
             return self.cache
         over = copy.copy(self.cache)
-        assert isinstance(over, BlockedCache)
+        assert isinstance(over, SlotCache)
         over.states = self.states
         return over
 
@@ -150,12 +150,13 @@ class SharedDrafter(Drafter):
 
     def _states(self, session: SharedSession, lent: Lent) -> LentStates | None:
         """Return the session's recurrent states; None if no layer has any."""
-        if not isinstance(lent.cache, BlockedCache) or (owner := lent.cache.states) is None:
+        if not isinstance(lent.cache, SlotCache) or (owner := lent.cache.states) is None:
             return None
         known = session.states
         if known is not None and known.owner is owner and known.first == lent.first:
             return known
-        check_rows(session.own, 0, 4 * sum(shape.row for shape in owner.shapes))
+        if owner.state.device.type == "cpu":  # another device reports out of memory itself
+            check_rows(session.own, 0, 4 * sum(shape.row for shape in owner.shapes))
         return LentStates(owner, lent.first, session.own)
 
     def _move_root(

@@ -141,12 +141,12 @@ class KVCache(SlotCache):
         self.rows = torch.empty(layers, 2, kv_heads, capacity, head_dim, dtype=dtype, device=device)
 
     @property
-    def _parts(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Keys and values [..., slots, head_dim]."""
         return [self.rows]
 
-    @_parts.setter
-    def _parts(self, parts: list[Tensor]) -> None:
+    @tensors.setter
+    def tensors(self, parts: list[Tensor]) -> None:
         (self.rows,) = parts
 
     def of_layer(self, layer: int) -> Tensor:
@@ -168,24 +168,24 @@ class KVCache(SlotCache):
         return self.rows[layer, 0, :, start:stop], self.rows[layer, 1, :, start:stop]
 
     def _move(self, slots: Sequence[int], first: int) -> None:
-        for rows in self._parts:
+        for rows in self.tensors:
             source = torch.tensor(slots, device=rows.device)
             rows[..., first : first + len(slots), :] = rows.index_select(-2, source)
 
     def _grow(self, capacity: int) -> None:
         parts = []
-        for rows in self._parts:
+        for rows in self.tensors:
             *outer, _, head_dim = rows.shape
             # in fixed shapes a masked slot is multiplied by 0
             parts.append(rows.new_zeros(*outer, capacity, head_dim))
             parts[-1][..., : self.length, :] = rows[..., : self.length, :]
-        self._parts = parts
+        self.tensors = parts
 
     def branch(self, length: int, *, used: int = 0) -> "KVCache":
         """Return a cache with a copy of the first `length` committed rows."""
         self.check_length(length)
         other = copy.copy(self)
-        other._parts = [rows[..., :length, :].clone() for rows in self._parts]
+        other.tensors = [rows[..., :length, :].clone() for rows in self.tensors]
         other.length = other.capacity = length
         return other
 
@@ -195,8 +195,8 @@ class KVCache(SlotCache):
 
     @property
     def _row_size(self) -> int:
-        numbers = (math.prod((*rows.shape[:-2], rows.shape[-1])) for rows in self._parts)
-        return sum(numbers) * self._parts[0].element_size() if self._parts else 0
+        numbers = (math.prod((*rows.shape[:-2], rows.shape[-1])) for rows in self.tensors)
+        return sum(numbers) * self.tensors[0].element_size() if self.tensors else 0
 
 
 class MixedKVCache(KVCache):
@@ -212,11 +212,11 @@ class MixedKVCache(KVCache):
         self._rows = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
 
     @property
-    def _parts(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return self._rows
 
-    @_parts.setter
-    def _parts(self, parts: list[Tensor]) -> None:
+    @tensors.setter
+    def tensors(self, parts: list[Tensor]) -> None:
         self._rows = parts
 
     def of_layer(self, layer: int) -> Tensor:

@@ -166,8 +166,8 @@ def check_attention(model: LanguageModel) -> None:
     must give the same logits with a sibling in the slot between them."""
     plain, tree = model.new_cache(2), model.new_cache(3)
     for cache in (plain, tree):
-        if isinstance(cache, KVCache):
-            cache.rows[..., : cache.capacity, :].fill_(float("nan"))
+        for rows in cache.tensors if isinstance(cache, KVCache) else ():
+            rows[..., : cache.capacity, :].fill_(float("nan"))
     paths = Paths.of(0, [[0], [0, 1], [0, 2]])
     expected = model.forward(torch.tensor([0, 1]), torch.tensor([0, 1]), [Segment(plain, 0, 2)])[1]
     found = model.forward(
@@ -183,8 +183,8 @@ def check_attention(model: LanguageModel) -> None:
         )
         text = f"the model computes no finite logits with {model.weights} weights"
         raise NotFiniteError(f"{model.checkpoint.source}: {text}; {remedy}")
-    unwritten = isinstance(plain, KVCache) and not bool(
-        torch.isfinite(plain.rows[..., : plain.capacity, :]).all()
+    unwritten = isinstance(plain, KVCache) and not all(
+        bool(torch.isfinite(rows[..., : plain.capacity, :]).all()) for rows in plain.tensors
     )
     tolerance = PER_TENSOR_SLACK if model.weights == "int8-per-tensor" else 0.05
     if unwritten or float((expected - found).norm()) > tolerance * float(expected.norm()):

@@ -176,7 +176,8 @@ class LentStates(RecurrentStates):
     def __init__(self, owner: RecurrentStates, first: int, room: int) -> None:
         """`room`: the number of slots."""
         self.shapes, self.owner, self.first, self.room = owner.shapes, owner, first, room
-        self._own = torch.empty(room * sum(shape.row for shape in owner.shapes))
+        numbers = room * sum(shape.row for shape in owner.shapes)
+        self._own = torch.empty(numbers, device=owner.state.device)
 
     @property
     def length(self) -> int:

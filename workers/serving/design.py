@@ -12,7 +12,7 @@ from dovetail.protocol.profile import ProfileKey, machine_key, shapes_key
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.kernels import shards
-from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
+from dovetail.workers.models.backends.layer_parts import without_fixed_shapes
 from dovetail.workers.models.backends.linear import profile_key
 from dovetail.workers.models.backends.sizes import Matrices, Shapes, traffic_of
 from dovetail.workers.models.checkpoints.configured import decoder_layers
@@ -82,7 +82,7 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
         return Design(folder, shapes, layers, context, mixture, experts)
     blocks_bytes = linears_bytes(read_tensors(folder)) if (mix := mix_of(folder)) else 0
     specs = (family.layer(model.config, index) for index in range(layers))
-    uncoded = next(filter(None, map(why_not_coded_apart, specs)), "")
+    uncoded = next(filter(None, map(without_fixed_shapes, specs)), "")
     return Design(
         *(folder, shapes, layers, context, mixture, experts, mix, blocks_bytes),
         *(uncoded, states),

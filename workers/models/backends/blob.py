@@ -88,13 +88,13 @@ def _parts(plan: Any) -> Iterator[tuple[str, Any]]:
             yield field.name, value
 
 
-def _with(plan: Any, matrices: Mapping[str, PackedMatrix], path: str = "") -> Any:
+def with_matrices(plan: Any, matrices: Mapping[str, PackedMatrix], path: str = "") -> Any:
     """Return a plan with other matrices in the place of those that are named."""
     moved = dict[str, Any]()
     for name, value in _parts(plan):
         full = f"{path}{name}"
         if isinstance(value, NESTED):
-            moved[name] = _with(value, matrices, f"{full}.")
+            moved[name] = with_matrices(value, matrices, f"{full}.")
         elif isinstance(value, Sequence):
             moved[name] = [matrices.get(f"{full}.{i}", own) for i, own in enumerate(value)]
         else:
@@ -124,7 +124,7 @@ def hollow(plan: LayerPlan, names: Collection[str]) -> LayerPlan:
     """Return the layer without its matrices' memory, for `plan_at` and for its shapes."""
     own = named(plan)
     moved = {name: own[name].at(None, own[name].struct.packed) for name in names}
-    hollowed: LayerPlan = _with(plan, moved)
+    hollowed: LayerPlan = with_matrices(plan, moved)
     return hollowed
 
 
@@ -133,7 +133,7 @@ def plan_at(plan: LayerPlan, blob: Blob, memory: Tensor) -> LayerPlan:
     own, start = named(plan), memory.data_ptr()
     there = blob.matrices.items()
     moved = {name: own[name].at(memory, start + lying.offset) for name, lying in there}
-    placed: LayerPlan = _with(plan, moved)
+    placed: LayerPlan = with_matrices(plan, moved)
     return placed
 
 

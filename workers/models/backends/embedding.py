@@ -134,6 +134,11 @@ class OwnInputs:
         whole: Tensor = (rows + table(known).float()) * 2.0**-0.5
         return whole.contiguous()
 
+    def share(self, target: "OwnInputs") -> None:
+        """Compute with the parts of another model of the same checkpoint."""
+        for name in (self._said.projection, self._said.norm, self._said.table):
+            setattr(self._base, name, getattr(target._base, name))
+
     def finish(self) -> None:
         """Stop the model's own forward from computing them: layers get these."""
         setattr(self._base, self._said.width, 0)

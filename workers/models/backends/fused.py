@@ -57,7 +57,7 @@ from dovetail.workers.models.backends.proof import (
 )
 from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
-from dovetail.workers.models.families.description import Attention, Latent, LayerSpec
+from dovetail.workers.models.families.description import Attention, Latent
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
@@ -149,8 +149,6 @@ class Kernels:
                 if isinstance(value, str | int | float) and not hasattr(nn.Module(), name)
             }
         parts = LayerParts(layer, spec)
-        if what := self._lacking(spec):
-            raise UnsupportedError(f"layers with {what} have no copy in few bits, as a substitute")
         self._arrange(parts)
         proof = LayerProof(self._oracle, layer, index, parts, self._heard, self._inputs)
         matrices = {
@@ -171,10 +169,6 @@ class Kernels:
         self.noted.append(noted)
         self._taken += 1
         return nn.Identity()
-
-    def _lacking(self, spec: LayerSpec) -> str:
-        """Return the parts of a layer that this back end lacks; empty if there are none."""
-        return ""
 
     def _pack_experts(
         self, parts: LayerParts, matrices: Mapping[str, PackedMatrix]

@@ -569,9 +569,8 @@ def _beside(
     )
 
 
-def why_not_coded_apart(spec: LayerSpec) -> str:
-    """Return the part of a layer that rules out sharing a GPU with a copy in few bits; else
-    empty."""
+def without_fixed_shapes(spec: LayerSpec) -> str:
+    """Return the part of a layer that levels of fixed shapes on a GPU do not cover; else empty."""
     mixer = spec.attention
     if spec.state is not None:
         return "states"

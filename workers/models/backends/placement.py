@@ -197,7 +197,7 @@ def coded_bytes(sizes: Sizes, weights: str, bits: int, resident: int = 0) -> int
     `resident`, rows of trees, and graphs."""
     return (
         (sizes.layers - resident) * code_bytes(sizes, weights, bits)
-        + sizes.layers * sizes.row * TREES_AHEAD * TREE_ROWS
+        + sizes.layers * (sizes.row + sizes.factors) * TREES_AHEAD * TREE_ROWS
         + level_bytes(sizes)
     )
 

@@ -164,6 +164,7 @@ class Sizes:
     logits: int  # bytes of one row
     widened: int = 0  # keys and values of a token in one layer, widened as a GPU computes with them
     states: int = 0  # the states of a session and of a tree behind it in one layer
+    factors: int = 0  # the factors by which one row changes a state, in one layer
     experts: int = 0  # the bytes of a layer's routed experts and their router
     apart: int = 0  # the bytes of a layer on a device that stay with the CPU
     unrounded: int = 0  # additional bytes of a layer's unquantised matrices
@@ -360,6 +361,7 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         logits=vocabulary * NUMBER_BYTES,
         widened=0 if cache == "fp32" else mixer.cached * NUMBER_BYTES,
         states=average(0, states.session_bytes(TREE_ROWS)),
+        factors=average(0, NUMBER_BYTES * states.row),
         unrounded=mixer.unrounded,
         wider=wide - wide_mean + wider,
         lent=cached_bytes(2 * shared.lent, cache, mixer.width),

@@ -20,16 +20,24 @@ from dovetail.workers.devices.base import Capture, Device
 from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.coded import Coded
-from dovetail.workers.kernels.layer_plan import LayerPlan
+from dovetail.workers.kernels.layer import DecoderLayer
+from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan
 from dovetail.workers.models.assembly import StumbledError, assemble
 from dovetail.workers.models.backends import packing
-from dovetail.workers.models.backends.blob import Lying, Matrix, gather, hollow, named
+from dovetail.workers.models.backends.blob import (
+    Lying,
+    Matrix,
+    gather,
+    hollow,
+    named,
+    with_matrices,
+)
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
-from dovetail.workers.models.backends.device.levels import Captured
+from dovetail.workers.models.backends.device.levels import Captured, has_fixed_shapes
 from dovetail.workers.models.backends.device.products import Product
+from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.backends.fused import Kernels
-from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.backends.packing import pack_and_drop
 from dovetail.workers.models.backends.placement import Place
@@ -49,7 +57,6 @@ from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.footprint import bytes_of_codes
 from dovetail.workers.models.checkpoints.loader import expert_shapes, linear_shapes, open_skeleton
-from dovetail.workers.models.families.description import LayerSpec
 from dovetail.workers.models.language_model import BackEnd, LanguageModel
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Cache
@@ -67,6 +74,19 @@ class _Engine(RoundingEngine):
         if isinstance(lying.kind, Coded):
             return coded_product(lying, memory, self.products)
         return super().lay_out(lying, memory)
+
+
+def with_exact(plan: LayerPlan, target: LayerPlan) -> LayerPlan:
+    """Return a layer of codes with its target's matrices in place of those without codes: routers,
+    and the heads' matrices of latents."""
+    theirs = named(target)
+    exact = {
+        name: theirs[name]
+        for name, matrix in named(plan).items()
+        if not isinstance(matrix.kind, Coded)
+    }
+    shared: LayerPlan = with_matrices(plan, exact)
+    return shared
 
 
 class ResidentSubstitute(CodedLayers, ResidentDraft):
@@ -101,19 +121,21 @@ class DeviceSubstitute(Captured, CodedLayers):
     def __init__(
         self,
         model: Any,
+        kind: Kind,
         *,
         context: int,
         target: Staged,
         substitutes: Substitutes,
         capture: Capture | None,
     ) -> None:
-        """`capture`: captures levels; None: all passes are computed operation by operation."""
+        """`kind`: of matrices without codes. `capture`: captures levels; None: all passes are
+        computed operation by operation."""
         if not target.in_one_stage or not isinstance(target.engine, TorchEngine):
             raise SettingsError("draft.share = true needs target.device, without target.split")
-        if not target.direct:
+        if not target._straight:
             text = "this model is more than embedding, layers, norm and head"
             raise SettingsError(f"{text}: set draft.share to false")
-        super().__init__(model, Kind.FP32, substitutes=substitutes, context=context)
+        super().__init__(model, kind, substitutes=substitutes, context=context)
         self.device = target.engine.device
         self.kernels = computed_by(substitutes.bits, target.engine.products)
         self._target, self._engine = target, target.engine
@@ -127,22 +149,26 @@ class DeviceSubstitute(Captured, CodedLayers):
         """Return how many layers are shared with the target."""
         return len(self._target.settled)
 
-    def _lacking(self, spec: LayerSpec) -> str:
-        return why_not_coded_apart(spec)
-
     def _codes_of(self, layer: nn.Module, index: int) -> Mapping[nn.Linear, Codes]:
         return {} if index in self._target.settled else super()._codes_of(layer, index)
+
+    def _expert_plan(self, experts: ExpertParts) -> ExpertsPlan:
+        if self._taken in self._target.settled:
+            return experts.pack(self._kind)
+        return super()._expert_plan(experts)
 
     def finish(self, model: Any) -> None:
         """Embedding, norm and head are the target's."""
         model.set_input_embeddings(self._embed)
         self._norm, self._head = self._target._norm, self._target._head
-        if self._capture is not None:
+        if self._inputs is not None and self._target._inputs is not None:
+            self._inputs.share(self._target._inputs)
+        if self._capture is not None and all(map(has_fixed_shapes, self._plans)):
             layers, hidden = (self._plans, self._coded), model.config.hidden_size
             self.levels = self._engine.levels(self._capture, hidden, *layers, self._logits)
 
     def new_cache(self, capacity: int) -> KVCache:
-        cache = self._engine.new_cache(self._plans, capacity, self._target._cache)
+        cache = self._engine.new_cache(self._layout.plans, capacity, self._target._cache)
         assert isinstance(cache, KVCache)
         return cache
 
@@ -151,7 +177,8 @@ class DeviceSubstitute(Captured, CodedLayers):
             return level
         rows, kept = asked.rows, asked.kept
         states = self._states(asked.tokens).to(self.device)
-        seen = self._engine.see(asked.positions, asked.segments)
+        inputs = None if self._inputs is None else self._inputs(asked.tokens)
+        seen = self._engine.see(asked.positions, asked.segments, inputs)
         for index, layer in enumerate(self._coded):
             kept.keep(index, states)
             layer(seen, states)
@@ -169,16 +196,21 @@ class DeviceSubstitute(Captured, CodedLayers):
 
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
         """Pack codes, or, only for its proof, a layer that the target keeps there unchanged."""
-        return super()._pack_layer(kind, linears) if self._codes else pack_and_drop(kind, linears)
+        if self._taken in self._target.settled:
+            return pack_and_drop(kind, linears)
+        return super()._pack_layer(kind, linears)
 
     def _take(self, plan: LayerPlan) -> None:
         settled = self._target.settled.get(plan.index)
+        plan = self._layout.take(plan)
         if settled is None:
             self._engine.take(plan)
             blob, products = gather(plan), self._engine.products
             memory = blob.memory.to(self.device)
             matrices = {
                 name: coded_product(lying, memory, products)
+                if isinstance(lying.kind, Coded)
+                else self._engine.lay_out(lying, memory)
                 for name, lying in blob.matrices.items()
             }
             plan = hollow(plan, blob.matrices)
@@ -209,6 +241,7 @@ def load_device_substitute(
     def open_back_end(model: Any) -> DeviceSubstitute:
         return DeviceSubstitute(
             model,
+            KINDS[type_of("stored", checkpoint)],
             context=context_of(model.config),
             target=whole,
             substitutes=substitutes,
@@ -242,6 +275,11 @@ class KernelSubstitute(CodedLayers):
                 setattr(base, name, module)
         self._model.set_output_embeddings(target._head)
         self._model.set_input_embeddings(target._model.get_input_embeddings())
+        if self._inputs is not None and target._inputs is not None:
+            self._inputs.share(target._inputs)
+        for index, layer in enumerate(target._layers):
+            plan = with_exact(self._layers[index].plan, layer.plan)
+            self._layers[index] = DecoderLayer(plan)
         for index, layer in target.resident.items():
             self._layers[index] = layer
         return len(target.resident)

@@ -3,6 +3,7 @@ up to rounding, over the same states and factors. The state advances row by row,
 level: a row depends on its path alone. Chunked algorithms would add rows in an order that depends
 on the start of a chunk."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,11 @@ class StatePlace:
         shape, ring = plan.shape, states.ring
         first = plan.row_before * ring
         self._rows = states.factors[first : first + shape.row * ring].view(ring, shape.row)
+        self._lent: Tensor | None = None
+        if states.lent is not None:
+            room = states.lent_room
+            lent = states.lent[plan.row_before * room :][: shape.row * room]
+            self._lent = lent.view(room, shape.row)
         self._state = states.state[plan.state_before : plan.state_before + shape.state]
 
     def state(self) -> Tensor:
@@ -68,19 +74,19 @@ class StatePlace:
 
     def keep_inputs(self, first: int, inputs: Tensor) -> None:
         """Store the convolution's inputs at the slots from `first` on."""
-        places = self._places(range(first, first + len(inputs)))
-        self._rows[places, : inputs.shape[1]] = inputs
+        rows, places = self._room(range(first, first + len(inputs)))
+        rows[places, : inputs.shape[1]] = inputs
 
     def keep(self, first: int, rows: Factors, added: Tensor) -> None:
         """Store the factors with which the slots from `first` on update a state."""
-        places, plan = self._places(range(first, first + len(added))), self._plan
+        (own, places), plan = self._room(range(first, first + len(added))), self._plan
         of_key, of_added, of_decay = self._parts
         key = rows.key[:, :: plan.value_heads // plan.key_heads].flatten(1)
-        self._rows[places, of_key.start : of_key.start + key.shape[1]] = key
-        wide = self._rows.new_zeros(len(key), of_added.stop - of_added.start)
+        own[places, of_key.start : of_key.start + key.shape[1]] = key
+        wide = own.new_zeros(len(key), of_added.stop - of_added.start)
         wide.view(*added.shape[:3], -1)[..., : added.shape[3]] = added
-        self._rows[places, of_added] = wide
-        self._rows[places, of_decay.start : of_decay.start + plan.decays] = rows.decay.flatten(1)
+        own[places, of_added] = wide
+        own[places, of_decay.start : of_decay.start + plan.decays] = rows.decay.flatten(1)
 
     @property
     def _parts(self) -> tuple[slice, slice, slice]:
@@ -92,11 +98,21 @@ class StatePlace:
         return slice(key, added), slice(added, decay), slice(decay, plan.shape.row)
 
     def _of(self, slots: Sequence[int]) -> Tensor:
-        return self._rows[self._places(slots)]
+        """Return the rows of ascending slots."""
+        if self._lent is None:
+            rows, places = self._room(slots)
+            return rows[places]
+        count = bisect_left(slots, self._states.lent_first)
+        parts = (self._room(part) for part in (slots[:count], slots[count:]))
+        return torch.cat([rows[places] for rows, places in parts])
 
-    def _places(self, slots: Sequence[int]) -> Tensor:
-        places = torch.tensor([slot % self._states.ring for slot in slots], dtype=torch.int64)
-        return places.to(self._rows.device)
+    def _room(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the memory of slots, all of them lent or none, and their places in it."""
+        rows, first = self._rows, 0
+        if self._lent is not None and slots and slots[0] >= self._states.lent_first:
+            rows, first = self._lent, self._states.lent_first
+        places = torch.tensor([(slot - first) % len(rows) for slot in slots], dtype=torch.int64)
+        return rows, places.to(rows.device)
 
 
 def by_value(plan: ScanPlan, heads: Tensor) -> Tensor:
