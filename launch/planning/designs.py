@@ -16,7 +16,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.heads.rows import HeadRows, reduced_rows
+from dovetail.workers.heads.reduced.rows import HeadRows, reduced_rows
 from dovetail.workers.models.backends.placement import coded_bytes, needed_bytes, substitute_bytes
 from dovetail.workers.models.backends.sizes import (
     INT4,

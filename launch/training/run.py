@@ -109,7 +109,7 @@ def train_head(wish: TrainingOptions) -> "Trained | None":
 
 def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> "Trained | None":
     from dovetail.workers.heads.files import open_files
-    from dovetail.workers.heads.rows import COUNTS
+    from dovetail.workers.heads.reduced.rows import COUNTS
     from dovetail.workers.training.folder import check_begun, config_of, read_weights, write_head
     from dovetail.workers.training.heads.trainable import STREAM
     from dovetail.workers.training.run import silent

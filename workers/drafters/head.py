@@ -54,7 +54,7 @@ from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import THE_ROOT
 from dovetail.workers.drafters.tree import CHUNK, Grower
 from dovetail.workers.heads.head import Head, Predicted
-from dovetail.workers.heads.rows import TokenCounts
+from dovetail.workers.heads.reduced.rows import TokenCounts
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.growth import NO_ROW, Nodes

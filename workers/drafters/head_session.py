@@ -12,7 +12,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.workers.drafters.head_levels import TRUE, Kind, Level, Levels
 from dovetail.workers.drafters.passes import Rows
 from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
-from dovetail.workers.heads.recent import RecentRows
+from dovetail.workers.heads.reduced.recent import RecentRows
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.prefix_cache import Left
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices.memory import is_out_of_memory, without_graphs
-from dovetail.workers.heads.recent import RecentRows
+from dovetail.workers.heads.reduced.recent import RecentRows
 from dovetail.workers.models.backends.device.levels import AskedRows
 from dovetail.workers.speculation.growth import Nodes
 

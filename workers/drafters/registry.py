@@ -310,7 +310,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.drafters.weights import check_type, chosen_type
     from dovetail.workers.heads.block.drafter import BlockDrafter
     from dovetail.workers.heads.head import open_head
-    from dovetail.workers.heads.rows import FrequentRows
+    from dovetail.workers.heads.reduced.rows import FrequentRows
     from dovetail.workers.models.backends.device.choice import tell_products
 
     settings = wanted.settings
@@ -365,8 +365,8 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
 def _open_mtp(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.drafters.head import HeadDrafter
     from dovetail.workers.drafters.weights import check_type
-    from dovetail.workers.heads.mtp_layers import open_mtp
-    from dovetail.workers.heads.rows import FrequentRows
+    from dovetail.workers.heads.mtp.layers import open_mtp
+    from dovetail.workers.heads.reduced.rows import FrequentRows
 
     settings = wanted.settings
     device = wanted.open_device()

@@ -11,7 +11,7 @@ from dovetail.workers.heads.eagle import EAGLE
 from dovetail.workers.heads.eagle3 import EAGLE3
 from dovetail.workers.heads.jakiro import JAKIRO, JAKIRO_STAR
 from dovetail.workers.heads.kind import HeadKind
-from dovetail.workers.heads.mtp import MTP
+from dovetail.workers.heads.mtp.kind import MTP
 from dovetail.workers.heads.spec import Shapes, plain_name
 
 KINDS: dict[str, HeadKind] = {

@@ -57,7 +57,7 @@ from dovetail.workers.models.backends.proof import (
 )
 from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
-from dovetail.workers.models.families.description import Attention, Latent
+from dovetail.workers.models.families.description import Attention, Latent, LayerSpec
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment

@@ -13,9 +13,9 @@ from dovetail.workers.devices.base import Device
 from dovetail.workers.heads.checkpoint import Target, read_shared
 from dovetail.workers.heads.engines import TYPES, HeadKernels, HeadTorch, Rotation, halves
 from dovetail.workers.heads.head import Head
-from dovetail.workers.heads.mtp import MtpSpec
+from dovetail.workers.heads.mtp.kind import MtpSpec
 from dovetail.workers.heads.parts import HeadCheckpoint
-from dovetail.workers.heads.rows import FrequentRows
+from dovetail.workers.heads.reduced.rows import FrequentRows
 from dovetail.workers.heads.spec import FeatureType
 from dovetail.workers.kernels.layer import LayerPass
 from dovetail.workers.models.assembly import assembled

@@ -1,0 +1,1 @@
+"""MTP layers as draft heads."""

@@ -1,0 +1,1 @@
+"""Output heads with the rows of frequent tokens only."""
