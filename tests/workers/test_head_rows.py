@@ -16,8 +16,8 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, 
 from dovetail.protocol.spans import Spans
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
-from dovetail.workers.heads.reduced import recent
 from dovetail.workers.heads.head import Head, Predicted, open_head
+from dovetail.workers.heads.reduced import recent
 from dovetail.workers.heads.reduced.rows import (
     AUTO_ROWS,
     COUNTS,

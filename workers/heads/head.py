@@ -22,8 +22,8 @@ from dovetail.workers.heads.files import classify
 from dovetail.workers.heads.matrices import KINDS, check_weights
 from dovetail.workers.heads.parts import HeadCheckpoint, HeadParts, Inputs
 from dovetail.workers.heads.reduced.recent import RecentRows
-from dovetail.workers.heads.registry import KINDS as HEADS
 from dovetail.workers.heads.reduced.rows import FrequentRows
+from dovetail.workers.heads.registry import KINDS as HEADS
 from dovetail.workers.heads.spec import HeadSpec
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import packing
