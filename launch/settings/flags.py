@@ -161,12 +161,17 @@ def _options(
             )
         )
         if name == "draft.model":
-            text = "the draft by its kind (such as dovetail, a head, or ngram, a look-up) or "
-            text += "its model; none decodes with the target alone"
+            text = "the draft by its model, or by its kind, such as mtp (the checkpoint's own "
+            text += "layer) or ngram (a look-up); auto: the best that is on this machine; none: "
+            text += "the target alone"
             shown_as: dict[str, Any] = {"metavar": "MODEL|KIND|none", "cls": Grouped}
             own = click.option("--draft", "draft_short", **shown_as, group=group, help=text)
             options.append(own)
     return options
+
+
+ELSEWHERE = {"simple": "small", "nextn": "mtp", "lookup": "ngram", "look-up": "ngram"}
+"""Names of kinds of drafts in other programs -> ours."""
 
 
 def _check_misspelling(draft: str) -> None:
@@ -177,7 +182,9 @@ def _check_misspelling(draft: str) -> None:
     neither = f"--draft {draft} is neither a kind of draft nor a folder"
     if draft.isdigit():
         raise SettingsError(f"{neither}: --tree.gamma sets how many nodes are verified")
-    if near := difflib.get_close_matches(draft, DRAFT_KINDS, 1, 0.75):
+    other = draft.removeprefix("draft-")  # as llama-server writes `draft-mtp`
+    other = "ngram" if other.startswith("ngram-") else ELSEWHERE.get(other, other)
+    if near := difflib.get_close_matches(other, DRAFT_KINDS, 1, 0.75):
         hub = f"(a model of the hub: --draft.model {draft})"
         raise SettingsError(f"{neither}: did you mean {near[0]}? {hub}")
 

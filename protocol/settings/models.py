@@ -211,8 +211,8 @@ class DraftSettings(Frozen):
     isa: Isa = Field("auto", description=ISA)
     share: bool | Literal["auto"] = Field(
         "auto",
-        description="whether a substitute runs in its target's process and shares embedding, "
-        "norms, head, resident layers, keys and values with it; auto: no",
+        description="whether a substitute is in its target's process and shares embedding, norms, "
+        "head, resident layers, keys and values; auto: no; a Gemma 4 assistant needs true",
     )
     contrast: bool | Literal["auto"] = Field(
         "auto",
