@@ -274,6 +274,8 @@ def _show(
     if found := result["downloads"]:
         click.echo(f"drafts that may be downloaded (as of {downloads().read}):")
         print_table(tuple(DOWNLOADS), [_download(one) for one in found])
+        first = found[0]["id"] or found[0]["kind"]
+        click.echo(f"to use one, name it: --draft {first}; it is downloaded on first use")
     if result["measurable"]:
         note(f"to replace estimates by measurements: dovetail calibrate {result['measurable']}")
 

@@ -50,6 +50,7 @@ def test_plan_lists_what_may_be_downloaded(tmp_path: Path, invoke: Callable[...,
     assert done.returncode == 0, done.stderr
     shown = done.stdout.partition("drafts that may be downloaded (as of 20")[2]
     assert "Qwen/Qwen3-0.6B" in shown
+    assert "--draft z-lab/Qwen3-8B-DFlash-b16" in shown.splitlines()[-1]
     done = invoke("plan", "--target", str(target), "--weights", "half", "--json")
     first = json.loads(done.stdout)["downloads"][-1]
     assert {*first} == {"target", "id", "kind", "gb", "tokens", "source"}
