@@ -26,6 +26,7 @@ from dovetail.workers.devices.registry import Memory, memory_of
 from dovetail.workers.models.backends import placement
 from dovetail.workers.models.backends.placement import substitute_bytes
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, Sizes, has_sizes, sizes_of
+from dovetail.workers.models.checkpoints import hub
 from dovetail.workers.models.checkpoints.architecture import NOT_THERE, why_no_folder
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import MODEL_FILES
@@ -35,7 +36,6 @@ from dovetail.workers.models.checkpoints.footprint import (
     weights_bytes,
 )
 from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder, weight_paths
-from dovetail.workers.models.checkpoints.hub import is_assistant
 
 MAX_CONFIG_BYTES = 16 << 20
 TORCH_WEIGHTS = ("bf16", "int8-per-tensor")
@@ -86,7 +86,7 @@ def check_draft(settings: Settings) -> None:
         if settings.draft.share is True:
             check_unified(settings)
         return
-    if settings.draft.model and is_assistant(settings.draft.model):
+    if settings.draft.model and hub.is_assistant(settings.draft.model):
         if settings.draft.share is not True:
             raise SettingsError(
                 f"{settings.draft.model} is an assistant, which reads the keys and values of its "
@@ -94,6 +94,11 @@ def check_draft(settings: Settings) -> None:
             )
         check_unified(settings)
     elif settings.draft.share is True:
+        if settings.draft.model and hub.local_folder(settings.draft.model) is None:
+            raise SettingsError(
+                "draft.share = true needs an assistant that has been downloaded: run `hf download "
+                f"{settings.draft.model}` first"
+            )
         raise SettingsError(
             "draft.share = true needs draft.kind = 'substitute' or a Gemma 4 assistant, and it is "
             f"{settings.draft.model or settings.draft.kind!r}"
@@ -116,7 +121,7 @@ def check_substitute(settings: Settings) -> None:
 def check_unified(settings: Settings) -> None:
     """`SettingsError` if the settings rule out one process for target and draft."""
     target, draft = settings.target, settings.draft
-    assistant = bool(draft.model) and draft.kind == "auto" and is_assistant(draft.model)
+    assistant = bool(draft.model) and draft.kind == "auto" and hub.is_assistant(draft.model)
     if draft.kind != "substitute" and not assistant:
         raise SettingsError(
             "a process with both roles needs draft.kind = 'substitute' or an assistant as "
@@ -164,7 +169,7 @@ def check_whole(source: str) -> None:
     """Raise `CheckpointError` if a local model is damaged or cannot be decoded, as far as its files
     show without reading the weights."""
     # imports torch (seconds), only for a refusal
-    from dovetail.workers.models.checkpoints import checkpoint, choices, hub, tokenizer
+    from dovetail.workers.models.checkpoints import checkpoint, choices, tokenizer
 
     if (folder := hub.local_folder(source)) is not None:
         checkpoint.stored_tensors(folder)
@@ -175,9 +180,6 @@ def check_whole(source: str) -> None:
 def check_source(role: str, source: str, *, pickled: bool = False) -> None:
     """Raise `CheckpointError` unless the hub or its cache has the model of an id; downloads
     nothing."""
-    from dovetail.workers.models.checkpoints import (
-        hub,  # half a second, only for hub ids
-    )
 
     files = (*hub.HUB_FILES, *hub.PICKLED_FILES) if pickled else hub.HUB_FILES
     try:

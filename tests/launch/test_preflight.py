@@ -54,7 +54,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def model_folder(path: Path, *names: str) -> str:
     path.mkdir()
     for name in names:
-        (path / name).touch()
+        (path / name).write_text("{}" if name == "config.json" else "", encoding="utf-8")
     return str(path)
 
 
@@ -159,6 +159,12 @@ def test_a_name_that_is_no_draft_is_answered_with_the_kinds_that_there_are(
     for source in ("foo/bar", "ngram"):  # none could be a kind, and the other is one
         with pytest.raises(CheckpointError, match=f"^the draft model {source} is not a folder"):
             check_model("draft", source)
+
+
+def test_an_assistant_that_is_not_here_has_to_be_downloaded_first() -> None:
+    flags = {"draft.model": "owner/gemma-4-assistant", "draft.share": "true"}
+    with pytest.raises(SettingsError, match="`hf download owner/gemma-4-assistant` first"):
+        check_draft(configure(flags=flags, environment={}).settings)
 
 
 def test_a_relative_path_that_exists_is_looked_at(

@@ -92,7 +92,7 @@ def test_factors_of_frequencies_in_the_file_divide_them(write: Write, llama_fold
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a draft that reads keys": (
         {"architecture": "gemma4-assistant"},
-        "is a draft that attends to its target's keys and values, which is not supported",
+        "target's keys and values: only safetensors are read, with --draft.share true",
     ),
     "two layers": ({"block_count": 2}, "it has 2 layers that read 3 of its target's"),
     "two taps": ({"target_layers": [1, 2]}, "it has 1 layers that read 2 of its target's"),

@@ -99,4 +99,4 @@ def refuse_head(facts: Facts) -> None:
     """`CheckpointError` for a file that holds a draft of a kind that is not read here."""
     if what := REFUSED.get(facts.architecture, ""):
         where = f"{facts.model.file} (architecture {facts.architecture})"
-        raise CheckpointError(f"{where} {what}, which is not supported; use another draft")
+        raise CheckpointError(f"{where} {what}: only safetensors are read, with --draft.share true")
