@@ -26,7 +26,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.settings.models import with_target
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import TreeSettings, byte_count
+from dovetail.protocol.settings import DRAFT_KINDS, TreeSettings, byte_count
 from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES
 from dovetail.workers.models.checkpoints.gguf.view import FILE, spelled
 
@@ -109,6 +109,8 @@ def command(
     """
     _check(configuration, machine, target_size)
     file_bytes = _file_bytes(configuration, machine, gguf_size)
+    for name in {*drafts} - DRAFT_KINDS.keys():
+        folder_of(name)  # a wrong one is refused before anything is measured
     recorded = [Recorded(read_library(path), str(path)) for path in rounds]
     with spinner(lines=machine is None) as say:
         subjects = (

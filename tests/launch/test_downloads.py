@@ -51,6 +51,9 @@ def test_plan_lists_what_may_be_downloaded(tmp_path: Path, invoke: Callable[...,
     shown = done.stdout.partition("drafts that may be downloaded (as of 20")[2]
     assert "Qwen/Qwen3-0.6B" in shown
     assert "--draft z-lab/Qwen3-8B-DFlash-b16" in shown.splitlines()[-1]
+    done = invoke("plan", "--target", str(target), "--draft", f"{tmp_path}/none.gguf")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1  # before anything is measured
     done = invoke("plan", "--target", str(target), "--weights", "half", "--json")
     first = json.loads(done.stdout)["downloads"][-1]
     assert {*first} == {"target", "id", "kind", "gb", "tokens", "source"}
