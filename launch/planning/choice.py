@@ -161,8 +161,7 @@ def _best(
     alone = next((one for one in every if one.draft is None), None)
     expected = f"expected: about {best.tokens_per_s:.3g} tokens/s"
     if alone is not None:
-        gain = best.tokens_per_s / alone.tokens_per_s
-        expected += f", {gain:.1f} times the speed without a draft"
+        expected += f", {best.tokens_per_s / alone.tokens_per_s:.1f} times that without a draft"
     if subject.here is not None and subject.here.disturbed:
         expected += f" (estimated {subject.here.disturbed})"
     own, name = best.candidate.settings, best.candidate.name

@@ -148,8 +148,7 @@ def _brief(error: Exception, path: Path) -> str:
 
 
 def _nearby(target: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield folders and GGUF files that may be drafts, and whether their location or name indicates
-    it."""
+    """Yield folders and GGUF files that may be drafts, and whether place or name declares it."""
     files = view.files_of(target)
     place = files[0] if files else target.resolve()
     most = sum(file.stat().st_size for file in files or [place]) / SMALLER

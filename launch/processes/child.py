@@ -124,8 +124,7 @@ def ending_at_once() -> Iterator[None]:
 
 def pace(quota: float | None) -> None:
     """Leave most of a CPU quota below 1 to the other processes of our control group until
-    `pace(None)`, and report it: the kernel stops all of them, at any priority, once it is used
-    up."""
+    `pace(None)`, and report it: the kernel stops all of them, at any priority, when it is spent."""
     global _part
     _part = SHARE if quota is not None and quota < 1.0 else 0.0
     if quota is None or not _part:

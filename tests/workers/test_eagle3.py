@@ -327,7 +327,7 @@ BROKEN: dict[str, tuple[Layout, Change, str]] = {
     "another target's layers": (
         speculators,
         lambda t, c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
-        r"reads layers \[1, 2, 9\] \(tiny/target\), but .* has 8 layers: take the head",
+        r"reads layers \[1, 2, 9\] \(tiny/target\), but .* has 8 layers: use the head",
     ),
     "a target without a name": (
         speculators,

@@ -226,7 +226,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "unknown": (
         lambda t: t.update({"mtp.gate.weight": torch.ones(3)}),
-        "has tensor mtp.gate.weight, which is not known of an MTP layer",
+        "has tensor mtp.gate.weight, which no supported MTP layer has",
     ),
     "two": (
         lambda t: t.update({"mtp.layers.1.input_layernorm.weight": torch.ones(64)}),
