@@ -100,7 +100,7 @@ class Story:
 
 def best_paths(oracle: Oracle, story: Story, depth: int, width: int) -> list[tuple[float, tuple]]:
     """Return (score, tokens) of all paths of up to `depth` tokens, each among the best `width`
-    behind the one before, best first."""
+    after the previous one, best first."""
     logits, states = oracle.block(story.log, story.features[: len(story.log) - 1])
     scale = story.session.ranking.scales[0]
     found: list[tuple[float, tuple]] = []

@@ -1,5 +1,5 @@
 """EAGLE-3 heads in each public layout: what they propose is what the format says, computed by the
-oracle, and what a layout leaves open is said or refused."""
+oracle, and what a layout leaves open is reported or refused."""
 
 import json
 import logging
@@ -87,7 +87,7 @@ class Head:
         return found
 
     def config(self) -> dict[str, Any]:
-        """What all layouts say."""
+        """The keys of all layouts."""
         return {
             "model_type": "llama",
             "hidden_act": "silu",

@@ -1,5 +1,5 @@
-"""Draft heads in GGUF files: each computes what the folder of the same numbers does, and what
-cannot be read is refused in a sentence."""
+"""Draft heads in GGUF files: each computes what a folder with the same numbers does, and
+unsupported files are refused in one sentence."""
 
 from collections.abc import Callable
 from pathlib import Path
