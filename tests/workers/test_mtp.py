@@ -88,8 +88,7 @@ def test_a_layer_computes_what_transformers_layer_computes(tmp_path: Path, kind:
 
 
 OF_TRANSFORMERS = {"mellum": None, "glm4_moe": r"layers\.4\.", "deepseek_v3": r"layers\.4\."}
-"""Model type -> what its class should know of its layer, whose number there is that of a large
-model."""
+"""Model type -> the MTP layer's keys, which a class ignores by their number in a large model."""
 
 
 @pytest.mark.parametrize("kind", everyday(OF_TRANSFORMERS, "deepseek_v3"))
