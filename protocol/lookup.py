@@ -4,10 +4,10 @@ predict, without a message, whether such a draft would propose anything. Pure.
 
 Prompt lookup (Saxena, "Prompt lookup decoding", 2023) proposes one continuation; here all earlier
 occurrences vote. One that matches in m tokens gives the next token a vote of ODDS[m]; all unseen
-tokens together weigh 1. So a token's probability is the sum of its votes over 1 + all votes. At
-the next level, the occurrences that agree have matched one more token, and the others do not vote.
-An occurrence that reaches the end of the log continues with its own proposal. Occurrences in
-earlier texts (`runtime/session/lookup_memory.py`) vote, too, with odds of their own."""
+tokens together weigh 1. So a token's probability is the sum of its votes over 1 + all votes. At the
+next level, the occurrences that agree have matched one more token, and the others do not vote. An
+occurrence that reaches the end of the log continues with its own proposal. Occurrences in earlier
+texts (`runtime/session/lookup_memory.py`) also vote, with separate odds."""
 
 import math
 from collections import defaultdict
@@ -36,8 +36,8 @@ Matches = Sequence[Match]
 
 
 def in_texts(recalled: Sequence[Sequence[int]]) -> Matches:
-    """Return occurrences in other texts, each sent as the number of tokens that match and those
-    that followed."""
+    """Return occurrences in other texts, each sent as the number of tokens that match, then the
+    tokens that followed."""
     return [(text, 1, min(text[0], LONGEST)) for text in recalled if len(text) > 1 and text[0] > 0]
 
 
@@ -47,7 +47,7 @@ class SearchedLog:
     def __init__(self, log: list[int]) -> None:
         """`log` may grow at its end."""
         self.log, self._text = log, ""
-        self.odds = {True: [*ODDS], False: [*ODDS]}  # of the log itself, of earlier texts
+        self.odds = {True: [*ODDS], False: [*ODDS]}  # by whether the log itself has the occurrence
         self.recalled: Matches = ()
         """Occurrences of the log's last tokens in earlier texts."""
         self._found: Matches = ()
@@ -65,8 +65,8 @@ class SearchedLog:
         return self._text
 
     def occurrences(self) -> Matches:
-        """Return the earlier occurrences of the log's last tokens. The odds first learn from what
-        has followed the last ones."""
+        """Return the earlier occurrences of the log's last tokens. First, the odds learn from the
+        tokens that followed those of the last call."""
         text = self._caught_up()
         if len(text) == self._length:
             return self._found
@@ -103,8 +103,8 @@ class SearchedLog:
         return votes, agreeing
 
     def _learn(self, matches: Matches, tokens: Sequence[int]) -> None:
-        """Learn that `tokens` followed these occurrences: the odds make a step along the gradient
-        of the logarithm of the probability that they gave to each token."""
+        """Learn that `tokens` followed these occurrences: for each token, the odds take a gradient
+        step on the log-probability that they gave it."""
         path: list[int] = []
         for token in tokens:
             votes, agreeing = self.followers(matches, path)

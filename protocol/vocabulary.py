@@ -22,7 +22,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_letters() -> Mapping[str, int]:
-    """Return the letters for bytes of GPT-2: printable ones, others from U+0100 on."""
+    """Return GPT-2's letter for each byte: itself if printable, else one from U+0100 on."""
     themselves = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in themselves]
     return {
@@ -37,8 +37,8 @@ BYTE_OF_LETTER = _byte_letters()
 BYTES_OF_TOKENS = frozenset(
     ("ByteLevel", "ByteFallback", "Replace", "Metaspace", "WordPiece", "Fuse", "Strip")
 )
-"""Types of decoders with which the bytes of a token within a text do not depend on its neighbours
-(`Strip` only changes the ends of a text)."""
+"""Decoder types for which a token's bytes within a text do not depend on its neighbours (`Strip`
+only changes the ends of a text)."""
 
 
 class TokenTable:
@@ -144,7 +144,7 @@ class TokenTable:
 
     def pieces(self) -> dict[int, bytes]:
         """Return the bytes of each token within a text, by id; special tokens have none. Raises
-        `CheckpointError` for a decoder with which they depend on other tokens."""
+        `CheckpointError` for a decoder for which they depend on other tokens."""
         named = self.decoder or {"type": "WordPiece", "prefix": ""}
         try:
             steps = named["decoders"] if named["type"] == "Sequence" else [named]

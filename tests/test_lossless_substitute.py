@@ -160,7 +160,7 @@ def test_a_draft_that_shares_is_of_a_substitute(tmp_path: Path) -> None:
     for flags, words in (
         (
             {"draft.share": "true"},
-            "draft.share = true needs draft.kind = 'substitute', and it is 'auto'",
+            "draft.share = true needs draft.kind = 'substitute' or a Gemma 4 assistant, not 'auto'",
         ),
         (
             {**SUBSTITUTE, "draft.model": str(tmp_path)},
@@ -172,7 +172,7 @@ def test_a_draft_that_shares_is_of_a_substitute(tmp_path: Path) -> None:
         ),
         (
             {**SHARED, "target.device": "cuda:0"},
-            "draft.device is 'cpu', and a shared substitute has the target's",
+            "draft.device is 'cpu', but a draft in its target's process uses the target's",
         ),
     ):
         with pytest.raises(SettingsError, match=words), running(flags):

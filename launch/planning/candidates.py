@@ -142,7 +142,7 @@ class Reader:
             return
         if name == "auto":
             raise UserError(
-                f"--draft {name}: name {', '.join(HEAD_KINDS)}, mtp, small, {LOOKUP}, substitute "
+                f"--draft {name}: use {', '.join(HEAD_KINDS)}, mtp, small, {LOOKUP}, substitute "
                 "or a folder"
             )
         if name == LOOKUP:
@@ -217,7 +217,7 @@ class Reader:
             return self._candidate("small", name, small_size(own), settings, source=source)
         width = config.get("target_hidden_size") or own.hidden
         if width != self._target.hidden:
-            sizes = f"for a target {width} wide, and this one is {self._target.hidden}"
+            sizes = f"for a target of width {width}, but this one has width {self._target.hidden}"
             raise UserError(f"the head {source} is {sizes}")
         blocks = own.layers
         name = f"{kind} head {folder.name} of {counted(blocks, 'block')}"

@@ -99,8 +99,8 @@ def _fits(configuration: Configuration) -> bool:
 def _with_draft(
     configuration: Configuration, folder: Path | None, say: Say
 ) -> tuple[Configuration, list[str]]:
-    """The present draft with the best prediction, else a look-up, which needs no model. Three lines
-    say what was found, what was taken, and what is expected of it."""
+    """Choose the available draft with the best prediction, else a look-up, which needs no model.
+    Also return three lines: what was found, what was chosen, and the expected speed."""
     draft = configuration.settings.draft
     if draft.kind != "auto" or draft.model:
         return configuration, []
@@ -113,14 +113,14 @@ def _with_draft(
         if there.fitting:
             return _best(configuration, folder, there, say)
     except UserError as error:
-        why = f"no plan can be made of the target ({error})"
+        why = f"no plan can be made for the target ({error})"
         return _lookup(configuration, [there.in_words()], why)
-    why = "there is no head of the target and no smaller model"
+    why = "no head for the target and no smaller model was found"
     return _lookup(configuration, [there.in_words()], why)
 
 
 def find_drafts(configuration: Configuration, target: Path) -> Drafts:
-    """Return the drafts of a target on this machine."""
+    """Return the drafts for a target that are on this machine."""
     return drafts_there(target, lambda design: _reader(configuration, design))
 
 
@@ -129,7 +129,7 @@ def _lookup(
 ) -> tuple[Configuration, list[str]]:
     chosen = configuration.over("chosen", {"draft.kind": LOOKUP})
     taken = f"draft {LOOKUP} (a look-up in the text): {why}; change with --draft"
-    return chosen, [*found, taken, "expected: the rate without a draft, more where a text repeats"]
+    return chosen, [*found, taken, "expected: the speed without a draft, more where text repeats"]
 
 
 def _why_boxed(head: Path, target: Path) -> str:
@@ -161,7 +161,7 @@ def _best(
     alone = next((one for one in every if one.draft is None), None)
     expected = f"expected: about {best.tokens_per_s:.3g} tokens/s"
     if alone is not None:
-        expected += f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without a draft"
+        expected += f", {best.tokens_per_s / alone.tokens_per_s:.1f} times that without a draft"
     if subject.here is not None and subject.here.disturbed:
         expected += f" (estimated {subject.here.disturbed})"
     own, name = best.candidate.settings, best.candidate.name

@@ -14,14 +14,14 @@ TABLE = Path(__file__).with_name("drafts.toml")
 CONVERTED = (
     r"(?=$|[/@]|\.gguf|[-_.](i?q\d|tq\d|ud|fp?\d|bf16|mxfp4|nvfp4|gguf|awq|gptq|int\d|w\da\d))"
 )
-"""What may follow a model's name in that of a file or folder: the end, or how it was converted."""
+"""What may follow a model's name in a path: nothing, a separator or a conversion suffix."""
 
 
 class Download(Frozen):
     """A draft that may be downloaded."""
 
     target: str = Field(min_length=1)  # name without its owner
-    id: str  # empty: the target's checkpoint has it
+    id: str  # empty: it is in the target's checkpoint
     kind: str
     gb: float | None = None
     tokens: float | None = None  # published accepted length, the target's own token included
@@ -36,8 +36,8 @@ class Downloads:
     drafts: tuple[Download, ...]
 
     def of(self, target: str) -> list[Download]:
-        """Return the drafts of a target, named by a hub id or a path, of kinds that this version
-        loads, those with the greatest published accepted length first."""
+        """Return the drafts for a target, given as hub id or path, whose kinds this version loads,
+        the longest published accepted length first."""
         name = re.sub(r"models--.*?--", "/", target)  # a folder of the hub's cache
         found = [
             one

@@ -1,5 +1,5 @@
-"""The drafts of a target on this machine: beside it, in the caches, and those that come with
-dovetail. One that does not fit is named with the reason."""
+"""Finds drafts for a target on this machine: next to it, in the caches, and among those shipped
+with dovetail. Those that do not fit are listed with the reason."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from dovetail.workers.models.checkpoints.hub import cached_folders
 if TYPE_CHECKING:
     from dovetail.launch.planning.candidates import Candidate, Reader
 
-SMALLER = 2  # a model may draft for a target with at least this multiple of its parameters
+SMALLER = 2  # a draft's target has at least this multiple of its parameters
 HEADS = "heads"  # the folder of heads in dovetail's cache
 MOST_NAMED = 3  # the most drafts that one line names
 
@@ -51,8 +51,8 @@ def _some(words: list[str]) -> str:
 
 
 def drafts_there(target: Path, reader_of: "Callable[[Design], Reader]") -> Drafts:
-    """Return the drafts of a target on this machine: its heads, and smaller models of its
-    vocabulary."""
+    """Return the drafts for a target that are on this machine: its heads, and smaller models with
+    its vocabulary."""
     found, own = Drafts(), _config(target)
     near: list[Path] = []
     for path, declared in _nearby(target):
@@ -67,7 +67,7 @@ def drafts_there(target: Path, reader_of: "Callable[[Design], Reader]") -> Draft
         declared = declared or (_names_a_head(config) and not ours)
         differ = [_differ(config.get(name), own.get(name)) for name in SIZES]
         if all(differ) or (ours and any(differ)):
-            if declared:  # any other is for another model, or one of its own
+            if declared:  # any other is not meant for this target
                 found.misfits[str(path)] = _sizes(config, own)
             continue
         near.append(folder)
@@ -130,7 +130,7 @@ def _sizes(config: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 
 def _against(folder: Path, candidates: "Iterable[Candidate]", target: Path, design: Design) -> str:
-    """Return why a draft does not fit, beyond what reading it has found; empty if it does."""
+    """Return why a draft that can be read does not fit; empty if it does."""
     if all(candidate.kind != "small" for candidate in candidates):
         return ""
     own = design_of(read_config(folder, "draft"), folder)
@@ -148,7 +148,7 @@ def _brief(error: Exception, path: Path) -> str:
 
 
 def _nearby(target: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield folders and GGUF files that may be drafts, and whether their place or name says so."""
+    """Yield folders and GGUF files that may be drafts, and whether place or name declares it."""
     files = view.files_of(target)
     place = files[0] if files else target.resolve()
     most = sum(file.stat().st_size for file in files or [place]) / SMALLER

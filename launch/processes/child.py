@@ -27,7 +27,7 @@ MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit 
 LEAST_FILES = 64  # open files of any of our processes, with some margin
 SLICE_S, SHARE, LONGEST_PAUSE_S = 0.005, 0.25, 1.0
 """CPU seconds between the pauses of a paced process, its share of the quota, and the longest pause
-in seconds: native code is not interrupted, and a long call need not be paid back in full."""
+in seconds: native code is not interrupted, and the pause after a long call is limited to this."""
 _part = 0.0  # the share of a quota that this process may use; 0: it is not paced
 LET_GO = 3
 """Exit code of a worker that was drained, replaced or dismissed: it must not be restarted."""
@@ -124,7 +124,7 @@ def ending_at_once() -> Iterator[None]:
 
 def pace(quota: float | None) -> None:
     """Leave most of a CPU quota below 1 to the other processes of our control group until
-    `pace(None)`, and report it: the kernel stops all of them, at any priority, once it is used."""
+    `pace(None)`, and report it: the kernel stops all of them, at any priority, when it is spent."""
     global _part
     _part = SHARE if quota is not None and quota < 1.0 else 0.0
     if quota is None or not _part:

@@ -89,8 +89,8 @@ def check_draft(settings: Settings) -> None:
     if settings.draft.model and hub.is_assistant(settings.draft.model):
         if settings.draft.share is not True:
             raise SettingsError(
-                f"{settings.draft.model} is an assistant, which reads the keys and values of its "
-                "target in one process: add --draft.share true"
+                f"{settings.draft.model} is an assistant, which reads its target's keys and values "
+                "in the same process: add --draft.share true"
             )
         check_unified(settings)
     elif settings.draft.share is True:
@@ -100,7 +100,7 @@ def check_draft(settings: Settings) -> None:
                 f"{settings.draft.model}` first"
             )
         raise SettingsError(
-            "draft.share = true needs draft.kind = 'substitute' or a Gemma 4 assistant, and it is "
+            "draft.share = true needs draft.kind = 'substitute' or a Gemma 4 assistant, not "
             f"{settings.draft.model or settings.draft.kind!r}"
         )
     check_model("draft", with_draft(settings.draft).model, pickled=settings.draft.pickled)
@@ -131,10 +131,10 @@ def check_unified(settings: Settings) -> None:
         check_substitute(settings)
     elif target.device != "cpu" or target.split.device:
         device = target.split.device or target.device
-        raise SettingsError(f"an assistant reads its target on the CPU, and this one uses {device}")
+        raise SettingsError(f"an assistant needs a target on the CPU, not on {device}")
     for name in ("isa", "device"):
         if (own := getattr(draft, name)) not in ("auto", getattr(target, name)):
-            text = f"draft.{name} is {own!r}, and a draft in its target's process has the target's"
+            text = f"draft.{name} is {own!r}, but a draft in its target's process uses the target's"
             raise SettingsError(f"{text}: leave it out")
     if target.split.device not in ("", "cpu"):
         raise SettingsError(

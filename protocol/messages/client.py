@@ -133,7 +133,7 @@ class Recalled(Message):
 
 class Forget(Message):
     """A client requests that the coordinator forget an owner's earlier texts, in which look-ups
-    search; answered by Forgotten. Running requests are added to them when they end."""
+    search; answered by Forgotten. Requests that are still running are added when they end."""
 
     type: Literal["forget"] = "forget"
     request: Count
@@ -142,7 +142,7 @@ class Forget(Message):
 
 
 class Forgotten(Message):
-    """An owner's earlier texts are forgotten, if there were any."""
+    """An owner's earlier texts, if there were any, have been forgotten."""
 
     type: Literal["forgotten"] = "forgotten"
     request: Count

@@ -57,7 +57,7 @@ class Draft(AboutSession):
     """True if growth continues while the proposal is verified, until the next command."""
     recalled: Annotated[tuple[NodeTokens, ...], Field(max_length=OCCURRENCES, fail_fast=True)] = ()
     """Occurrences of the log's last tokens in earlier texts of its owner, for a look-up: each the
-    number of tokens that match, then those that followed. Empty without a memory of such texts."""
+    number of tokens that match, then those that followed. Empty if no texts are kept."""
     features: Array | None = None
     """[1 + accepted + more, row], for a draft that reads its target: features of the last root and
     the accepted nodes, then of bonus and `more` without the last token. None in round 1, after the

@@ -103,7 +103,7 @@ class Reads(Frozen):
         tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...],
         Field(max_length=MAX_TAPS, fail_fast=True),
     ] = ()
-    """None: the last hidden state, after the final norm. Else the residual streams entering these
+    """Empty: the last hidden state, after the final norm. Else the residual streams entering these
     decoder layers, concatenated in this order; the number of layers: the one entering the final
     norm."""
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]

@@ -75,8 +75,8 @@ class Open(AboutSession):
     type: Literal["open"] = "open"
     round: Count = 0
     key: Annotated[bytes, Field(min_length=16, max_length=16)]
-    """The key of the noise. Zeros: the session only prefills a log ahead of a move; kept, it keeps
-    all its memory, for the session that moves here."""
+    """The key of the noise. Zeros: the session only prefills a log ahead of a move. If it is kept,
+    it keeps all its memory for the session that moves here."""
     prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
     capacity: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     """The greatest length of this sequence, including the prompt."""

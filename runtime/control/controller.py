@@ -55,7 +55,7 @@ class Controller:
         """The plan of the next round, and the era in which it was made."""
         self.expected_tokens = self.predicted_s = 0.0
         """Sums over all predicted rounds."""
-        self.controls = 0  # rounds without a draft for a measurement
+        self.controls = 0  # rounds without a draft that were measurements
         self._was_ordered = True  # the last round had a draft, which delays the next one
         self.work_with(pair, costs)
 

@@ -20,8 +20,8 @@ LATENCY = 3.0
 prompt then has up to two thirds of the target's time while streams run."""
 LEAST_ROWS = 8  # minimum rows of logs in a pass, so that prompts make progress under any bound
 AHEAD_ROWS = 64
-"""Most rows per pass of the log of a session that is about to move: its old target may have the
-same cores, and nothing interrupts the computation of a layer."""
+"""Most rows per pass of the log of a session that is about to move: its old target may use the same
+cores, and nothing interrupts the computation of a layer."""
 AT_ONCE = 4
 """The number of logs that share the rows of a chunk, so that a long prompt does not block short
 ones."""

@@ -14,8 +14,8 @@ from dovetail.runtime.moves.moving import Moving
 MOST_LAG = 8
 """The most tokens for whose prefill a moving session may pause: about two passes."""
 GAINS = 0.9
-"""A log is prefilled again as long as the new tokens are at most this share of the last prefill, or
-that was the first one, in which a new worker may leave most CPU time to the streams."""
+"""A log is prefilled again as long as the new tokens are at most this share of the last prefill.
+It always is after the first one, in which a new worker may leave most CPU time to the streams."""
 
 
 @dataclass(eq=False)

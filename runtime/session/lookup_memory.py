@@ -1,10 +1,10 @@
-"""The tokens of earlier prompts and replies, in which look-ups also search. They are never on disk,
-and those of one API key are found for no other.
+"""The tokens of earlier prompts and replies, in which look-ups also search. They are never written
+to disk, and those of one API key are never found for another.
 
-A ring of a fixed number of tokens, each text between separators. As in LZ77's hash chains, a table
-has the newest place after which each n-gram ended, by a hash of owner and n-gram, and each place
-links to the one before it. So a token is added, and the newest occurrences of an n-gram are found,
-in constant time. Texts are indexed a few tokens at a time (`step`). Pure."""
+The tokens are in a ring of fixed size, with separators between texts. As in the hash chains of
+LZ77, a table maps a hash of owner and n-gram to the place after its newest occurrence, and each
+place links to the previous one. So a token is added, and the newest occurrences of an n-gram are
+found, in constant time. Texts are indexed a few tokens at a time (`step`). Pure."""
 
 from array import array
 from collections import deque
@@ -15,11 +15,11 @@ from dovetail.protocol.lookup import LONGEST, OCCURRENCES, matching
 
 SIZES = (8, 3)
 """Lengths of the n-grams that are indexed; shorter matches in other texts mean little."""
-TOKEN_BYTES = 4 + 4 + 2 * 8 * len(SIZES)  # token, owner; a link and a place in the table a size
+TOKEN_BYTES = 4 + 4 + 2 * 8 * len(SIZES)  # token, owner; a link and a table entry per size
 LINKS = 64  # the most places looked at for one n-gram: others may share its hash
 NOWHERE, SEPARATOR = -1, -1
 LENGTHS = 64  # the most tokens of a continuation
-MOST_OWNERS = 256  # the one that has added nothing for the longest time is forgotten beyond it
+MOST_OWNERS = 256  # beyond it, the least recently active one is forgotten
 STEP = 256  # tokens indexed at a time: some 0.5 ms
 
 Recalled = tuple[tuple[int, ...], ...]
@@ -36,9 +36,9 @@ class LookupMemory:
         self._owners = array("i", [NOWHERE]) * room
         self._links = {size: array("q", [NOWHERE]) * room for size in SIZES}
         self._table = {size: array("q", [NOWHERE]) * room for size in SIZES}
-        self._stop = self._count = 0  # tokens, and numbers given, so far
+        self._stop = self._count = 0  # tokens, and owner numbers, so far
         self._numbers: dict[tuple[str, str], int] = {}
-        """A number of each owner and vocabulary, the latest last."""
+        """The number of each pair of owner and vocabulary, the most recently active last."""
         self._last: dict[int, array[int]] = {}  # the last text of each
         self._waiting: deque[tuple[int, Iterator[int]]] = deque()
         """Owners and the tokens that have not been indexed yet."""
@@ -70,7 +70,7 @@ class LookupMemory:
                 self._tokens[place], self._owners[place] = SEPARATOR, NOWHERE
 
     def step(self, tokens: int = STEP) -> None:
-        """Index at most `tokens` tokens of the texts that wait."""
+        """Index at most `tokens` tokens of the waiting texts."""
         while self._waiting and tokens > 0:
             number, left = self._waiting[0]
             new = [*islice(left, tokens)]

@@ -1,5 +1,5 @@
-"""The command `expert-trees`: what a tree gains whose nodes are chosen by the experts that each of
-them adds to the pass, over `goodput` with the same prices, which knows how many experts M rows use.
+"""The command `expert-trees`: the gain of choosing a tree's nodes by the experts that each adds to
+the pass, over `goodput` at the same prices, which knows how many experts M rows use.
 
 At every position of a mixture's own text a draft grows a tree, and the mixture computes all nodes;
 the experts of every row are recorded. Every choice of nodes is then evaluated on the same records,
@@ -105,8 +105,8 @@ def expert_trees(
 
     Ratios are of tokens per second at equal prices, with the 95 % interval of a bootstrap over
     texts; rates and tables are fitted to the first half of the texts, and figures are of the
-    second. Beside the recorded routing stand two controls: experts at random, and experts that
-    depend on the token id alone.
+    second. There are two controls: experts at random, and experts that depend on the token id
+    alone.
     """
     if chosen > experts:
         raise UserError(f"--chosen {chosen}: a layer has {experts} experts; choose at most as many")

@@ -55,9 +55,9 @@ def test_without_another_model_the_draft_is_a_lookup(target: Path) -> None:
     assert found.settings.draft.kind == "ngram"
     assert said[1:] == [
         "drafts found: none",
-        "draft ngram (a look-up in the text): there is no head of the target and no smaller model; "
-        "change with --draft",
-        "expected: the rate without a draft, more where a text repeats",
+        "draft ngram (a look-up in the text): no head for the target and no smaller model was "
+        "found; change with --draft",
+        "expected: the speed without a draft, more where text repeats",
     ]
 
 
@@ -91,7 +91,7 @@ def test_a_smaller_model_of_its_vocabulary_beside_it_drafts(target: Path) -> Non
         "as its target)",
         f"draft {small} (small model small); change with --draft",
     ]
-    assert re.fullmatch(r"expected: about \S+ tokens/s, \S+ times without a draft.*", said[3])
+    assert re.fullmatch(r"expected: about \S+ tokens/s, \S+ times that without a draft.*", said[3])
 
 
 def test_a_model_of_as_many_other_tokens_does_not_draft(target: Path) -> None:

@@ -160,7 +160,7 @@ class Oracle:
         return x / ((x * x).mean(-1, keepdim=True) + 1e-5).sqrt() * self.get(f"{name}.weight")
 
     def block(self, log: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [D, V] and final states [D, H] of the block behind `log` [n], from the
+        """Return logits [D, V] and final states [D, H] of the block after `log` [n], from the
         features [n - 1, W] of the positions before the root."""
         drafter, n = self.drafter, len(log)
         context = self.norm(features.double() @ self.get("fc.weight").T, "hidden_norm")

@@ -35,7 +35,7 @@ NAMES = {
 
 
 def write_gguf_drafter(file: Path, drafter: Drafter, **more: Any) -> Path:
-    """Write a file; `more`: facts beside, or in place of, its own, None: without."""
+    """Write a file; `more`: keys to add or replace; None removes one."""
     config, own = config_of(drafter), drafter.config
     facts = {
         "block_count": drafter.layers,

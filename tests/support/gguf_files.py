@@ -149,11 +149,10 @@ def write_gguf(
     **more: Any,
 ) -> Path:
     """Write the checkpoint of a folder as a GGUF file whose tensors have the types that `kinds`
-    says of their names in it and their shapes; return a folder with the checkpoint of the same
-    numbers, whose config.json is that of `folder`. `more`: facts beside, or in place of, its own;
-    None: without. `extra`: fp32 tensors beside. `architecture`: another than its own.
-    `without`: parts of names of tensors that are left out. `fused`: queries, keys and values are
-    one tensor."""
+    returns for their names in it and their shapes; return a folder with the checkpoint of the same
+    numbers, whose config.json is that of `folder`. `more`: keys to add or replace; None removes
+    one. `extra`: fp32 tensors to add. `architecture`: one to use instead. `without`: parts of names
+    of tensors that are left out. `fused`: queries, keys and values are one tensor."""
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
     architecture = architecture or architecture_of(config)

@@ -41,9 +41,9 @@ def write_gguf_head(
     block: str = "0",
     **more: Any,
 ) -> Path:
-    """Write the EAGLE-3 head of a folder as a GGUF file, matrices of whole blocks as
-    `kind`; return a folder of a head of the same numbers. `more`: facts beside, or in place of, its
-    own; None: without. `tensors`: others beside, or in place of, its own."""
+    """Write the EAGLE-3 head of a folder as a GGUF file, matrices of whole blocks as `kind`; return
+    a folder of a head of the same numbers. `more`: keys to add or replace; None removes one.
+    `tensors`: those to add or replace."""
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
     rope = config.get("rope_scaling") or {}

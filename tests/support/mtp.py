@@ -100,8 +100,7 @@ class Slow:
 
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [V] and state [H] of the last of rows that read the states [T, H] and the
-        tokens behind them."""
+        """Return logits [V] and state [H] of the last row, from states [T, H] and next tokens."""
         embedded = self.norm(self.embedding[list(tokens)], self.norms[0])
         both = torch.cat([embedded, self.norm(states, self.norms[1])], dim=-1)
         rows = self.base(inputs_embeds=(both @ self.fusion.t())[None], use_cache=False)

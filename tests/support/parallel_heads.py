@@ -29,8 +29,8 @@ def write_parallel_head(folder: Path) -> Path:
 
 
 def logits_of(folder: Path, embedding: Tensor, log: Sequence[int], given: Tensor) -> Tensor:
-    """Return logits [D, V], float64, of the positions behind `log` [n], from the features [n - 1,
-    W] of the positions before the root: all rows in one causal pass."""
+    """Return logits [D, V], float64, of the positions after `log` [n], from the features [n - 1, W]
+    of the positions before the root: all rows in one causal pass."""
     tensors = {n: t.double() for n, t in load_file(folder / "model.safetensors").items()}
     eps, levels = json.loads((folder / "config.json").read_text())["rms_norm_eps"], 8
 

@@ -58,7 +58,7 @@ class Costs:
     target_hop_s: float = 2e-4
     draft_hop_s: float = 2e-4
     drafted_hop_s: float = 0.0
-    """By how much a target's hop is longer in a round with a draft."""
+    """How much longer a target's hop is in a round with a draft."""
     noise: float = 0.0
     """The share by which passes vary."""
     ahead_slows: float = 1.0

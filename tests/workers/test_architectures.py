@@ -32,7 +32,7 @@ PROMPT, TREE = 40, 12
 """Tokens that are read at once, beyond every tiny window, and then a path of a tree."""
 TOLERANCE = {"fp32": 1e-3, "int8": 0.25}
 UNBUILT = {"dots3_note", "gemma3n", "gemma4_assistant", "musicgen", "musicgen_melody"}
-"""Types of which no tiny configuration is there that transformers builds; all are refused."""
+"""Types without a tiny configuration that transformers can build; all are refused."""
 DTYPES = {"fp32": torch.float32, "int8": torch.float32}
 
 

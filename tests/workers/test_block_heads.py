@@ -100,7 +100,7 @@ class Story:
 
 def best_paths(oracle: Oracle, story: Story, depth: int, width: int) -> list[tuple[float, tuple]]:
     """Return (score, tokens) of all paths of up to `depth` tokens, each among the best `width`
-    behind the one before, best first."""
+    after the previous one, best first."""
     logits, states = oracle.block(story.log, story.features[: len(story.log) - 1])
     scale = story.session.ranking.scales[0]
     found: list[tuple[float, tuple]] = []
@@ -215,7 +215,7 @@ def test_scores_are_learned_from_verdicts(
         "too few": ({"layer_types": ["full_attention"]}, "should name each of 2 layers"),
         "no window": ({"layer_types": ["sliding_attention"] * 2}, "no sliding_window"),
         "unnamed windows": ({"use_sliding_window": True}, "no layer_types"),
-        "interleaved": ({"is_neox_style": False}, "rotates neighbours"),
+        "interleaved": ({"is_neox_style": False}, "rotates neighbouring pairs"),
         "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         "layers": ({"num_hidden_layers": 3}, r"lacks layers\.2\."),
     }.values(),
@@ -319,7 +319,7 @@ def test_a_drafter_in_a_gguf_file_proposes_what_its_folder_does(
     ("facts", "words"),
     [
         ({"target_layers": None}, r"key dflash\.target_layers is missing"),
-        ({"target_layers": [1, 5]}, "has 2 layers: take the drafter"),
+        ({"target_layers": [1, 5]}, "has 2 layers: use the drafter"),
         ({"hyper_connection.count": 4}, "hyper-connections"),
         ({"attention.scale": 0.5}, "the scale 0.5, instead of 0.25"),
         ({"rope.dimension_sections": [4, 4, 0, 0]}, "several dimensions"),

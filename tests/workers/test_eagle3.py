@@ -1,5 +1,5 @@
 """EAGLE-3 heads in each public layout: what they propose is what the format says, computed by the
-oracle, and what a layout leaves open is said or refused."""
+oracle, and what a layout leaves open is reported or refused."""
 
 import json
 import logging
@@ -87,7 +87,7 @@ class Head:
         return found
 
     def config(self) -> dict[str, Any]:
-        """What all layouts say."""
+        """The keys of all layouts."""
         return {
             "model_type": "llama",
             "hidden_act": "silu",
@@ -327,7 +327,7 @@ BROKEN: dict[str, tuple[Layout, Change, str]] = {
     "another target's layers": (
         speculators,
         lambda t, c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
-        r"reads layers \[1, 2, 9\] \(tiny/target\), but .* has 8 layers: take the head",
+        r"reads layers \[1, 2, 9\] \(tiny/target\), but .* has 8 layers: use the head",
     ),
     "a target without a name": (
         speculators,

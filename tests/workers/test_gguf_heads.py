@@ -1,5 +1,5 @@
-"""Draft heads in GGUF files: each computes what the folder of the same numbers does, and what
-cannot be read is refused in a sentence."""
+"""Draft heads in GGUF files: each computes what a folder with the same numbers does, and
+unsupported files are refused in one sentence."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two layers": ({"block_count": 2}, "it has 2 layers that read 3 of its target's"),
     "two taps": ({"target_layers": [1, 2]}, "it has 1 layers that read 2 of its target's"),
     "no taps": ({"target_layers": None}, r"key eagle3\.target_layers is missing"),
-    "a tap that is not there": ({"target_layers": [0, 1, 9]}, "has 2 layers: take the head"),
+    "a tap that is not there": ({"target_layers": [0, 1, 9]}, "has 2 layers: use the head"),
     "an unknown key": ({"magic": 7}, r"key eagle3\.magic is not known"),
     "an unknown tensor": (
         {"tensors": {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}},

@@ -205,7 +205,7 @@ def test_damaged_counts_of_replies_are_reported_and_counted_again(
     (file,) = (tmp_path / "cache" / "dovetail" / "token_counts").iterdir()
     file.write_text("{")
     assert not TokenCounts(40, "digest").counts.any()
-    assert "tokens are counted again" in caplog.text
+    assert "counting restarts at zero" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_head_with_a_vocabulary_of_its_own_keeps_it(
 
 def test_a_small_model_keeps_its_output_head(llama_folder: Path) -> None:
     settings = DraftSettings(model=str(llama_folder), device="cpu", head_rows=64)
-    with pytest.raises(SettingsError, match="is a model of its own, not a draft head"):
+    with pytest.raises(SettingsError, match="is a language model, not a draft head"):
         open_draft_worker(settings, name="draft", threads=1, target=str(llama_folder))
 
 

@@ -1012,7 +1012,7 @@ def test_taps_that_coincide_by_default_are_refused(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", "eagle3", config=config)
     with pytest.raises(
         CheckpointError,
-        match=r"reads layers \[2, 3, 3\] of .*, which has 6: name three different ones",
+        match=r"reads layers \[2, 3, 3\] of .*, which has 6 layers: name three different ones",
     ):
         open_head(str(folder), target=str(target))
 

@@ -66,8 +66,8 @@ def voted(session: DraftSession, path: Sequence[int]) -> dict[int, tuple[float, 
 
 
 def check(folder: Path, engine: Drafter, session: DraftSession) -> int:
-    """Every node has the probability that a plain pass, a plain search or both give, every row is
-    that of a plain pass; return the number of nodes that were only guessed."""
+    """Every node has the probability that a plain pass, a plain search or both give, every row
+    equals that of a plain pass; return the number of nodes that were only guessed."""
     tree, only = session.tree, 0
     for node in range(len(tree)):
         path = tree.path_tokens(node)

@@ -88,8 +88,7 @@ def test_a_layer_computes_what_transformers_layer_computes(tmp_path: Path, kind:
 
 
 OF_TRANSFORMERS = {"mellum": None, "glm4_moe": r"layers\.4\.", "deepseek_v3": r"layers\.4\."}
-"""Model type -> what its class should know of its layer, whose number there is that of a large
-model."""
+"""Model type -> the MTP layer's keys, which a class ignores by their number in a large model."""
 
 
 @pytest.mark.parametrize("kind", everyday(OF_TRANSFORMERS, "deepseek_v3"))
@@ -226,7 +225,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "unknown": (
         lambda t: t.update({"mtp.gate.weight": torch.ones(3)}),
-        "has tensor mtp.gate.weight, which is not known of an MTP layer",
+        "has tensor mtp.gate.weight, which no supported MTP layer has",
     ),
     "two": (
         lambda t: t.update({"mtp.layers.1.input_layernorm.weight": torch.ones(64)}),

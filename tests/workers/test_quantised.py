@@ -295,7 +295,7 @@ def test_the_library_reads_the_same_numbers(tmp_path: Path) -> None:
         (
             "int8",
             {"quant_method": "bitnet"},
-            r"also round .*, as do those of all its forms; use another",
+            r"also round .*; so are all its forms: use another",
         ),
         ("int8", {"quant_method": "fp8"}, "weight does not fit the other parts"),
     ],

@@ -29,8 +29,7 @@ def wanted_of(model: LanguageModel) -> list[int]:
 
 
 def oracle(folder: Path, tokens: Sequence[int]) -> dict[int, Tensor]:
-    """transformers' hidden states: those that enter each layer and the final norm, and what comes
-    out of that."""
+    """transformers' states that enter each layer and the final norm, and the norm's output."""
     model, before = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         list[Tensor](),

@@ -305,8 +305,7 @@ def test_a_draft_without_tokens_for_bytes_waits_for_the_end_of_a_character(
 def test_a_log_that_takes_many_tokens_of_the_draft_gets_room(
     folders: dict[str, Path], pairs: Pairs
 ) -> None:
-    """The draft reads bytes: a reply has more of its tokens than the session has of the
-    target's."""
+    """The draft reads bytes, so a reply has more of its tokens than of the target's."""
     pair, folder = pairs["bytes"], folders["bytes"]
     prompt = prompt_of(0)[-9:]
     run = pair.open(50, prompt, tokens=60, sampling=Sampling(), tree=TREE)

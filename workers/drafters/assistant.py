@@ -1,5 +1,5 @@
 """The engine of a Gemma 4 assistant in its target's process: it reads the target's keys and values
-where they are, so that it has no rows of its own and siblings cost no memory.
+in place, so it has no cache, and siblings cost no memory.
 
 A log of n tokens has n - 1 rows. The root's children are ranked from the target's state at position
 n - 2 and the root's token; a node's from its parent's state and its own token. All of them have
@@ -38,7 +38,7 @@ Found = tuple[Tensor, Tensor]
 
 
 class NoRows:
-    """The cache of a session without rows of its own. A `segment.Cache` of nothing."""
+    """The cache of a session without rows of its own. An empty `segment.Cache`."""
 
     length, row_bytes, base_bytes, branches = 0, 0, 0, False
 
@@ -87,7 +87,7 @@ class AssistantSession(GrowingSession):
     number: int = -1  # the session's number at coordinator and target
     fed: int = 0  # positions whose features have arrived
     last: Tensor = EMPTY  # [1, H]: the newest of them
-    read: int = 0  # rows of the target's in `buffers`
+    read: int = 0  # rows of the target in `buffers`
     buffers: Mapping[str, KeysAndValues] = field(default_factory=dict)
     """For each layer type the target's keys and values, with room for `capacity` rows."""
 

@@ -123,7 +123,7 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the model's
-        vocabulary, or the one that it translates."""
+        vocabulary, or of the one that it translates."""
         if (largest := max(tokens)) >= (size := self.vocabulary_size):
             text = f"token {largest} is beyond the draft's vocabulary of {size}"
             raise RequestError("vocabulary", f"{text}; choose a draft of the same family")
@@ -207,8 +207,8 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         cache.resize(rows)
 
     def _way(self, session: DraftSession, tokens: Sequence[int]) -> list[int]:
-        """Follow the nodes as far as the log, in the draft's tokens, has the same: appended text
-        may change its last ones. Rows of tokens that have changed are dropped."""
+        """Follow the nodes as far as they agree with the log in the draft's tokens. Appended text
+        may change the last of these; the rows of changed tokens are dropped."""
         way = super()._way(session, tokens)
         if self.translation is None or session.text is None:
             return way
@@ -254,7 +254,7 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         return logits if self.translation is None else self.translation.logits(logits)
 
     def _ranking_of(self, session: DraftSession, nodes: Nodes) -> DeviceRanking | None:
-        """Return the ranking for a device: in captured passes over the target's vocabulary."""
+        """Return the device's ranking, for captured passes over the target's vocabulary only."""
         captured = self.model.captures and self.translation is None
         return session.ranking_of(nodes) if captured else None
 

@@ -246,7 +246,7 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     settings = wanted.settings
     if isinstance(settings.head_rows, int):
         raise SettingsError(
-            f"draft.head_rows = {settings.head_rows}, but {settings.model} is a model of its own, "
+            f"draft.head_rows = {settings.head_rows}, but {settings.model} is a language model, "
             "not a draft head: leave draft.head_rows out"
         )
     translation = open_translation(settings.model, wanted.target)

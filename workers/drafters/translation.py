@@ -29,7 +29,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Segment
 
 WINDOW = 256
-"""More characters than a change at the end of a text reaches back: some words."""
+"""More characters than a change at the end of a text reaches back, which is a few words."""
 NO_TOKEN = -1
 LEAST_MASS = 0.1
 """A draft is refused if its shared tokens have less than this share of its probability: hardly one
@@ -193,8 +193,8 @@ class Retokenised:
             self._fix(window)
 
     def _fix(self, window: Sequence[int]) -> None:
-        """Fix the tokens of the text before its last word or characters that matter, if the rest
-        has the same tokens alone, except for the first ones."""
+        """Fix the tokens of all but the last words of the text, if these alone have the same
+        tokens, except for the first few."""
         stop = len(self._text) - WINDOW
         start = self._text.rfind(" ", stop - WINDOW, stop)
         rest = self._text[start if start >= 0 else stop :]

@@ -170,7 +170,7 @@ def _read(source: str, files: HeadFiles, target: Target, weights: str) -> HeadCh
 
 
 def _set(embedding: Tensor | None) -> Tensor | None:
-    """Return an embedding; None if it is only a place for the target's, all NaN. Raises
+    """Return an embedding; None if it is only a placeholder for the target's, all NaN. Raises
     `MisfitError` if a part of it is not finite."""
     if embedding is None or bool(embedding.isnan().all()):
         return None

@@ -27,7 +27,7 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Layers = Annotated[
     tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)
 ]
-"""Layers of a target, counted by their inputs; their number: the input of the final norm."""
+"""Layers of a target whose inputs are read; the number of layers: the input of the final norm."""
 Outputs = Annotated[
     tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS)], ...],
     Field(max_length=MAX_TAPS, strict=False),

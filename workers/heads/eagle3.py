@@ -1,6 +1,6 @@
 """EAGLE-3 (Li et al. 2025): one matrix over the residual streams of three target layers, a decoder
-layer over the concatenated embedding and state, maybe some Llama layers, and an output head of its
-own. EAGLE-3.1 norms the streams first. Reads the names of its repository, vLLM, SpecForge,
+layer over the concatenated embedding and state, in some heads further Llama layers, and a separate
+output head. EAGLE-3.1 norms the streams first. Reads the names of its repository, vLLM, SpecForge,
 speculators and ModelOpt."""
 
 import re

@@ -207,7 +207,7 @@ class Head:
         return Predicted(first, out.states, None if out.contrast is None else logits[-1])
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        """Return the logits of a product with rows of the output head."""
+        """Return the logits for products with rows of the output head."""
         scale, cap = self.spec.logit_scale, self.spec.softcap
         logits = logits.float() if scale == 1.0 else logits.float() * scale
         return torch.tanh(logits / cap) * cap if cap > 0.0 else logits

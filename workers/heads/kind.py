@@ -126,10 +126,10 @@ class HeadKind(ABC):
         """Return the forward pass between embedding and output head."""
 
     def pairs(self, parts: "HeadParts") -> "Pairs | None":
-        """Return what the token before adds to the logits of a block; None: nothing."""
+        """Return what the previous token adds to the logits of a block; None: nothing."""
         return None
 
     def mask_features(self, parts: "HeadParts") -> "Tensor | None":
-        """Return the features [1, W] of the rows of a block behind the first, which is a true row;
+        """Return the features [1, W] of the rows of a block after the first, which is a true row;
         None: no row of a block has features."""
         return None

@@ -73,7 +73,7 @@ class Inputs:
 Body = Callable[[Inputs], Outcome]
 """The forward pass of a kind, from embedded tokens and features to the input of the output head."""
 Pairs = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The states [H] of a position, the tokens [N] before it and candidates [C] for it (ids of the
+"""The state [H] of a position, the tokens [N] before it and candidates [C] for it (ids of the
 target) -> what is added to the candidates' logits, float32 [N, C]."""
 Fusion = Callable[[Tensor, Tensor], Tensor]
 """Embedded tokens [T, H] and features [T, H] -> the input of the first layer [T, H]."""
@@ -116,7 +116,7 @@ class HeadParts:
         return lambda x: linear(x, weight)
 
     def table(self, name: str) -> Tensor:
-        """Return a table of rows by token, as stored, on the device."""
+        """Return a table with a row per token, as stored, on the device."""
         tensors = self.checkpoint.tensors
         found = tensors[name] if name in tensors else tensors[f"{name}.weight"]
         return found.to(self.engine.device)

@@ -59,7 +59,7 @@ class HeadSpec:
     levels: int = 1  # positions that a pass predicts
     candidates: int = 64
     """Tokens of a position for which pairs are scored."""
-    mask_token: int = 0  # the token of the rows of a block behind the first
+    mask_token: int = 0  # the token of the rows of a block after the first
     logit_scale: float = 1.0  # the factor of logits
     softcap: float = 0.0  # logits are softcap * tanh(logits / softcap); 0: they are as they are
 
@@ -114,7 +114,7 @@ def refuse_other_target(
         raise MisfitError(
             f"is a head for a target of hidden width {width} and vocabulary "
             f"{spec.vocabulary_size}{made_for}, but {target.name} has hidden width {target.width} "
-            f"and vocabulary {target.vocabulary_size}: take the head that was trained for it, "
+            f"and vocabulary {target.vocabulary_size}: use the head that was trained for it, "
             "or name its own target with --target.model FOLDER"
         )
 

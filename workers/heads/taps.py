@@ -40,12 +40,12 @@ def taps_of(config: TapsConfig, target: TargetShape) -> tuple[int, ...]:
     reads = f"reads layers {list(taps)}"
     if not given and len(set(taps)) < len(taps):
         raise MisfitError(
-            f"{reads} of {target.name}, which has {count}: name three different ones in "
+            f"{reads} of {target.name}, which has {count} layers: name three different ones in   "
             "eagle_aux_hidden_state_layer_ids"
         )
     if not all(0 <= tap <= count for tap in taps):
         raise MisfitError(
-            f"{reads}{config.made_for}, but {target.name} has {count} layers: take the head that "
+            f"{reads}{config.made_for}, but {target.name} has {count} layers: use the head that "
             "was trained for it"
         )
     if len(taps) * target.width > MAX_ROW:

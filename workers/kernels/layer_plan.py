@@ -307,7 +307,7 @@ class LayerPlan:
     own."""
     own_input: InputPlan | None = None
     streams: StreamsPlan | None = None  # None: a token has one state
-    cut: float = 0.0  # gates lose their mean plus this many deviations, and are >= 0; 0: no
+    cut: float = 0.0  # gates become max(0, gate - mean - cut * deviation); 0: not
     given: int = 0
     """The width of attention's own input, for heads that also read embeddings, in a layer without
     an MLP; 0: it reads the states."""

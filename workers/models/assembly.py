@@ -72,9 +72,9 @@ class StumbledError(CheckpointError):
 
 @contextlib.contextmanager
 def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
-    """Refuse unprovable models, and those that raise unexpected errors, by configuration and
-    class. Without transformers' configuration, as by a remembered proof, there is no more to
-    say than the error itself."""
+    """Refuse unprovable models, and those that raise unexpected errors, naming configuration and
+    class. Without transformers' configuration, as after a remembered proof, only the error itself
+    is reported."""
     blamed = hasattr(model.config, "to_dict")
     what = f"{checkpoint.source}: model type {model.config.model_type} cannot be decoded here"
     try:

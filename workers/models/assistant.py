@@ -35,7 +35,7 @@ class Assistant:
             how = "target.cache = 'q8'" if target.cache == "q8" else target.choice
             raise SettingsError(
                 f"{source} reads keys and values of a target that the C++ kernels compute in fp32 "
-                f"or half, and here: {how}"
+                f"or half; here {how}"
             )
         self._back_end = target.back_end
         self._model = _load(source)
@@ -49,7 +49,7 @@ class Assistant:
         own, whole = self.config, self._back_end.config
         if whole.model_type not in ("gemma4_text", "gemma4_unified_text"):
             raise CheckpointError(
-                f"{self.source} is an assistant of Gemma 4, and {target.checkpoint.source} is of "
+                f"{self.source} is an assistant of Gemma 4, but {target.checkpoint.source} has "
                 f"model type {whole.model_type}"
             )
         found = {
@@ -116,7 +116,7 @@ class Assistant:
             config.use_ordered_embeddings
             and config.centroid_intermediate_top_k < config.num_centroids
         ):
-            # below all computed logits stands one number, which depends on the other rows
+            # logits that were not computed are one lower number, which depends on the other rows
             logits = logits.masked_fill(logits == logits.min(), float("-inf"))
         return logits, out.last_hidden_state[:, 0]
 

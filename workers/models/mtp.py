@@ -31,7 +31,7 @@ from dovetail.workers.models.checkpoints.stored import Stored
 
 ROWS = 512  # rows of the embedding with which the layer is proved
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-"""Keys of the number of MTP layers. Some families have none, and a layer."""
+"""Keys of the number of MTP layers. Some families have a layer but no such key."""
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 UNREAD = ("quantization_config", "compression_config", "architectures", "auto_map")
 """Fields of a configuration that do not hold for the layer: its tensors are decoded."""
@@ -189,7 +189,7 @@ def _found(
         raise CheckpointError(
             f"{named} has no MTP layer (tensors such as {LAYOUTS[0].fusion}.weight or "
             f"{LAYOUTS[1].at(layers).fusion}.weight): some copies leave it out; choose another "
-            "draft, or take the checkpoint that has it"
+            "draft, or use a checkpoint that has it"
         )
     layout = next((one for one in layouts if f"{one.norm}.weight" in tensors), layouts[0])
     if kind not in FAMILIES:
@@ -222,7 +222,7 @@ def _read(
     *,
     alone: bool,
 ) -> MtpLayer:
-    """Return a layer; `alone`: it lies apart from its target, with tables of its own if any."""
+    """Return a layer; `alone`: it is stored apart from its target, perhaps with separate tables."""
     hidden = int(content["hidden_size"])
     own = dict[str, Tensor]()
     for name, shape in (
@@ -257,7 +257,7 @@ def _read(
         and name not in beside | {norm}
     ]
     if strange:
-        raise damaged(f"{source} has tensor {strange[0]}, which is not known of an MTP layer")
+        raise damaged(f"{source} has tensor {strange[0]}, which no supported MTP layer has")
     config = {key: value for key, value in content.items() if key not in UNREAD}
     config |= FAMILIES[kind]
     told = {key: content.get(f"mtp_{key}") for key in ("layer_types", "mlp_layer_types")}

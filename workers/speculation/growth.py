@@ -45,7 +45,7 @@ guessed); the sum from the root down, in which guesses have a share; the log-pro
 given the parent (-inf: not guessed)."""
 TRUST = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 0.9)
 """The initial trust in guesses by the class of their match (`protocol/lookup.py`)."""
-PACE = 0.03  # the step of its learning
+PACE = 0.03  # the step of learning it
 
 
 class Branches(NamedTuple):
@@ -83,8 +83,8 @@ class Trust:
         return found
 
     def learn(self, tree: "GrowingTree", node: int, token: int) -> None:
-        """Learn that the target chose `token` after an expanded node (-1: the root), by the slope
-        of the logarithm of its probability."""
+        """Learn that the target chose `token` after an expanded node (-1: the root), by a gradient
+        step on its log-probability."""
         nodes = np.flatnonzero((tree.parents == node) & (tree.guessed > tree.gains))
         if not len(nodes):
             return

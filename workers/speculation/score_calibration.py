@@ -226,7 +226,7 @@ class LogitRows(Protocol):
     """Logits [N, V] of nodes: a tensor, or rows that are made when they are asked for."""
 
     def numel(self) -> int:
-        """Return the numbers kept in memory."""
+        """Return how many numbers are kept in memory."""
 
     def __getitem__(self, row: int, /) -> Tensor:
         """Return the logits [V] of a node."""

@@ -162,8 +162,8 @@ def read_weights(head: TrainableHead, files: HeadFiles) -> None:
 
 
 def check_begun(files: HeadFiles, config: Mapping[str, Any], target: TargetParts) -> None:
-    """Raise `UserError` if a trained head reads other layers than a new one of this config, or
-    computes something else."""
+    """Raise `UserError` if a trained head reads other layers than a new one with this config, or
+    computes another function."""
     kind = kind_of_tensors(files.shapes)
     assert kind is not None
     shapes = {kind.rename(plain_name(name)): shape for name, shape in files.shapes.items()}

@@ -272,9 +272,9 @@ class Watch:
         drained: Collection[str] = (),
         why: Mapping[str, str] = MappingProxyType({}),
     ) -> list[Action]:
-        """Handle the root's report of registered parts, and of those replaced by other workers, in
-        `given` on purpose. Parts that an operator `drained` are not restarted. `why`: why
-        the root lost parts."""
+        """Handle the root's report of registered parts. `filled`: parts whose places other workers
+        have; `given`: those replaced on purpose. Parts that an operator `drained` are not
+        restarted. `why`: why the root lost a part."""
         self._states[self._root].hear(now_s)
         for name in drained:
             if name in self._away:

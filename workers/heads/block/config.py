@@ -24,7 +24,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class BlockKeys(Read):
-    """Keys that stand in `dflash_config` or beside it."""
+    """Keys in `dflash_config` or at the top level."""
 
     block_size: Positions | None = None  # rows of a block, the root included
     mask_token_id: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
@@ -67,7 +67,7 @@ class BlockSpec(HeadSpec):
 
 
 def required(key: str, *found: int | None) -> int:
-    """Return the first value that is there. Raises `MisfitError` if there is none."""
+    """Return the first value that is not None. Raises `MisfitError` if there is none."""
     for value in found:
         if value is not None:
             return value
@@ -122,7 +122,7 @@ def check_block(spec: BlockSpec, target: TargetShape) -> None:
     if not all(0 <= tap <= target.layers for tap in spec.taps):
         raise MisfitError(
             f"reads the inputs of layers {list(spec.taps)}, but {target.name} has "
-            f"{target.layers} layers: take the drafter that was trained for it"
+            f"{target.layers} layers: use the drafter that was trained for it"
         )
     if len(spec.taps) > MAX_TAPS or len(spec.taps) * target.width > MAX_ROW:
         raise MisfitError(

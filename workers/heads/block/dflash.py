@@ -1,6 +1,6 @@
-"""DFlash (z-lab 2026): decoder layers over a block of mask tokens behind the root, which attend to
-rows made of residual streams of the target. Reads the layouts of z-lab, speculators, DeepSpec and
-transformers (Muse Glimmer)."""
+"""DFlash (z-lab 2026): decoder layers over a block of the root and mask tokens after it, which
+attend to rows made of the target's residual streams. Reads the layouts of z-lab, speculators,
+DeepSpec and transformers (Muse Glimmer)."""
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,7 +51,7 @@ class DFlash(HeadKind):
         return plain
 
     def anchored(self, config: Any) -> bool:
-        """Return whether the root's own row predicts, if config.json does not say."""
+        """Return the default for whether the root's own row predicts."""
         return False
 
     def fields(self, config: Any, shapes: Shapes, target: TargetShape) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class DFlash(HeadKind):
 
     def check(self, spec: Any, config: Any, shapes: Shapes, target: TargetShape) -> None:
         if not (config.is_neox_style and config.rope_is_neox_style):
-            raise MisfitError("rotates neighbours (is_neox_style false), which is not supported")
+            raise MisfitError("rotates neighbouring pairs (is_neox_style false): not supported")
         super().check(spec, config, shapes, target)
         check_block(spec, target)
 

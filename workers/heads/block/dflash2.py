@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dovetail.workers.heads.block.layer import BlockLayer
     from dovetail.workers.heads.parts import HeadParts, Pairs
 
-SIDES = 2  # of a convolution: before and behind a sublayer
+SIDES = 2  # of a convolution: before and after a sublayer
 PREDECESSOR, SUCCESSOR, PROJECTION = (
     f"candidate_selector.{name}"
     for name in ("predecessor_codebook", "successor_codebook", "hidden_projection")

@@ -1,8 +1,8 @@
 """The engine of block drafters, which predict several positions in one pass (DFlash, DSpark,
 DFlash-2, P-EAGLE).
 
-A block of rows, the root's and mask tokens behind it, follows the true rows of the log in the
-cache, and is dropped after the pass; only the first row of P-EAGLE's, the last true row, stays. The
+A block of rows, the root's and those of mask tokens after it, follows the true rows of the log in
+the cache and is dropped after the pass. Only P-EAGLE's first row, the last true one, stays. The
 pass gives a *lattice*: logits of each position given the log alone, and for some kinds scores of
 pairs of neighbouring tokens. Expanding a node of the tree needs no pass: its children are the
 likeliest tokens of its position under the target's noise, which all nodes of a level share, with
@@ -75,7 +75,7 @@ class Lattice:
         return self._ranked[level]
 
     def pair_scores(self, level: int, previous: Ints, tokens: Ints) -> Tensor:
-        """Return what the tokens before [N] add to the logits of `tokens` [C] of a level, on the
+        """Return what the previous tokens [N] add to the logits of `tokens` [C] of a level, on the
         CPU, [N, C]."""
         assert self.pairs is not None
         device = self.logits.device
@@ -95,7 +95,7 @@ class NodeLogits:
         self._previous = np.array(before, np.int32)
 
     def numel(self) -> int:
-        """Return the numbers that are kept for these nodes alone."""
+        """Return how many numbers are kept for these nodes alone."""
         return len(self._levels)
 
     def __getitem__(self, row: int) -> Tensor:
@@ -164,7 +164,7 @@ class BlockDrafter(HeadDrafter):
 
     def open(self, order: Open, base: HeadLeft | None = None) -> HeadSession:
         if base is not None and min(order.kept, base.rows) + self.held >= len(order.prompt):
-            text = "the last row of a prompt is computed with each block; open the session without"
+            text = "each block computes the last row of the prompt; open the session without a base"
             raise RequestError("prefix", text)
         return super().open(order, base)
 
@@ -176,7 +176,7 @@ class BlockDrafter(HeadDrafter):
 
     @property
     def shares(self) -> bool:
-        # a path of the kernels cannot lead through rows of another session
+        # the kernels' paths cannot include rows of another session
         windows = any(view.window and not view.causal for view in self.head.spec.views)
         return super().shares and not windows
 
@@ -202,7 +202,7 @@ class BlockDrafter(HeadDrafter):
         return found.logits[:1]
 
     def _block_of(self, session: BlockSession) -> Rows:
-        """Return the rows of a block behind the true rows as part of a pass."""
+        """Return the rows of a block after the true rows as part of a pass."""
         spec, cache, mask = self.head.spec, session.cache, self.head.mask_features
         first, behind = len(session.log) - 1 - self.held, spec.block - 1
         features = torch.zeros(spec.block, spec.hidden)
@@ -221,7 +221,7 @@ class BlockDrafter(HeadDrafter):
     def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Steps:
         session.tree.rows[nodes] = FORETOLD
         return EMPTY
-        yield  # a generator without parts
+        yield  # makes this a generator, of no parts
 
     def _add_children(self, session: HeadSession, logits: Tensor, nodes: Nodes, width: int) -> int:
         assert isinstance(session, BlockSession)

@@ -1,6 +1,6 @@
 """DSpark (DeepSeek 2026): DFlash with a Markov head, the product of two tables of low rank, which
-adds to a token's logit what the token before it says. The confidence head, if there is one, is
-read and not computed: proposals are pruned by calibrated scores."""
+adds to a token's logit a score that depends on the previous token. A confidence head is accepted
+but not computed: proposals are pruned by calibrated scores."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,5 @@
-"""P-EAGLE (AWS 2026): an EAGLE-3 head whose pass continues behind the last true row with rows of a
-mask token and a learned row in the place of the target's streams, one for each further level."""
+"""P-EAGLE (AWS 2026): an EAGLE-3 head whose pass has, after the last true row, a row for each
+further level. These rows have a mask token, and a learned row in place of the target's streams."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MASK = "mask_hidden"
 LEVELS = 8
-"""Rows of a pass. A row sees those before it alone, so that any number gives the same function."""
+"""Rows of a pass. A row sees only earlier ones, so their number does not change its prediction."""
 
 
 class PEagleConfig(Eagle3Config):

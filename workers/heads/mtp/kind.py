@@ -35,7 +35,7 @@ class Mtp(HeadKind):
     name, title, spec = "mtp", "MTP", MtpSpec
 
     def recognises(self, shapes: Shapes) -> bool:
-        """Return whether there is an MTP layer without the model that it belongs to."""
+        """Return whether there is an MTP layer without the rest of its model."""
         found = any(FUSION.fullmatch(name) for name in shapes)
         return found and not any(name.startswith("layers.0.") for name in shapes)
 

@@ -99,7 +99,7 @@ class MtpTorch(HeadTorch):
 
 
 def _free_rows(count: int) -> LayerPass:
-    """Return rows of an MLP, which needs no cache."""
+    """Return `count` rows for an MLP, which needs no cache."""
     return LayerPass(torch.zeros(count, dtype=torch.int64), [])
 
 

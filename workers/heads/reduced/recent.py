@@ -1,4 +1,4 @@
-"""The output rows of a session's own tokens, beside a reduced output head."""
+"""The output rows of a session's own tokens, in addition to a reduced output head."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class RecentRows:
         self.add([*text, *end])
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take the next tokens of the text, in place of the oldest ones."""
+        """Add the next tokens of the text, in place of the oldest ones."""
         ids = torch.tensor(tokens, dtype=torch.int64)
         lacking = ids[self._lacking[ids]].flip(0).tolist()  # the last ones first
         for token in reversed([*dict.fromkeys(lacking)][:MOST]):

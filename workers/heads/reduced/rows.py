@@ -1,9 +1,9 @@
 """The rows of a reduced output head: those of frequent tokens. All other tokens get logits of -inf,
 so a draft never proposes them.
 
-How frequent a token is comes from the counts in the head's folder or its target's, from those of
-this server's replies, kept in the user's cache, and where nothing is known from the ids: tokenizers
-number their merges in the order of their frequency. (Frequent rows: FastMTP, 2025.)"""
+How frequent a token is comes from the counts in the head's folder or its target's, and from those
+of this server's replies, kept in the user's cache. Where there are none, the order of the ids
+decides: tokenizers number their merges by frequency. (Frequent rows: FastMTP, 2025.)"""
 
 import hashlib
 import json
@@ -33,9 +33,9 @@ COUNTS = "token_counts.json"
 """The file with the counts of all tokens in a head's or a target's training data: {"counts": [V]}.
 """
 PRIOR = 1_000.0
-"""The weight of what is known beforehand, in tokens of replies. With 5,254 tokens of replies to 36
-shipped prompts, 1,024 of 4,096 rows and the tokens of a session cover 98.5 % of other replies at
-100 to 10,000, 96 % without it."""
+"""The weight of prior counts, in tokens of replies. With 5,254 tokens of replies to 36 shipped
+prompts, 1,024 of 4,096 rows and the tokens of a session cover 98.5 % of other replies with weights
+of 100 to 10,000, and 96 % without it."""
 FIRST_SAVED, SAVED_AGAIN = 256, 16
 """Counts are saved after this many new tokens, or after this fraction of all counted ones."""
 FOLDER, MOST_KEPT = "token_counts", 64
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def reduced_rows(setting: HeadRows, vocabulary: int, row_bytes: int, *, on_cpu: bool) -> int | None:
-    """Return the number of rows of an output head of this many and of this size; None: all."""
+    """Return how many rows of an output head of this size are kept; None: all."""
     if setting == "all":
         return None
     if setting == "auto":
@@ -68,7 +68,7 @@ class TokenCounts:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, IndexError) as error:
-            log.warning("%s cannot be read (%s): tokens are counted again", self._path, error)
+            log.warning("%s cannot be read (%s): counting restarts at zero", self._path, error)
 
     def add(self, tokens: Sequence[int]) -> None:
         np.add.at(self.counts, np.asarray(tokens), 1)
@@ -96,7 +96,7 @@ class FrequentRows:
     def __init__(self, setting: HeadRows, target: str) -> None:
         """`target`: the head's target (folder or hub id)."""
         self._setting, self._target = setting, target
-        self.counts: TokenCounts | None = None  # of replies, once the output head was reduced
+        self.counts: TokenCounts | None = None  # of replies, once the output head has been reduced
 
     def choose(self, head: "HeadCheckpoint", *, on_cpu: bool) -> Ids | None:
         """Return the ids of the rows, ascending; None: all. Raises `CheckpointError` if a head with

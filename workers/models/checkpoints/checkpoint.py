@@ -202,7 +202,7 @@ def tensor_names(file: Path) -> list[str]:
 
 
 def _apart(config: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Return tensors with queries, keys and values apart, whose rows are one tensor of Sarvam."""
+    """Return tensors with queries, keys and values apart, which Sarvam stores as one tensor."""
     heads, groups = config.get("num_attention_heads", 64), config.get("num_key_value_heads", 4)
     counts = [heads, groups, groups]
     if config.get("model_type") != "sarvam_moe" or any(type(n) is not int or n < 1 for n in counts):

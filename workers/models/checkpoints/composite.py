@@ -50,8 +50,8 @@ def is_composite(content: Mapping[str, Any]) -> bool:
 
 
 def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of a config.json's language model: `content` if it has no other
-    parts, with that of its layers for a head of the speculators library, and for a supported Ling
+    """Return the configuration of a config.json's language model. It is `content` if there are no
+    other parts; a head of the speculators library gets that of its layers, and a supported Ling
     that of sarvam_moe."""
     if is_ling(content) and not why_not_ling(content):
         return from_ling(content)

@@ -298,7 +298,7 @@ def head_footprint(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Footp
 
 
 def mtp_footprint(target: Sequence[Tensor]) -> Footprint:
-    """Return the memory of the process of a target's MTP layer, which is like its largest layer."""
+    """Return the memory of the process of a target's MTP layer, taken to be its largest layer."""
     own = [tensor for tensor in target if not tensor.name.startswith("mtp.")]
     return head_footprint(max(layers_in(own), key=_stored_bytes, default=[]), target)
 

@@ -167,7 +167,7 @@ class Mlp:
     gate_factor: float = 1.0  # the factor of the gate, before the activation
     factor: float = 1.0  # the factor of the MLP's output
     norm: str | None = None  # the norm of what the last linear reads
-    cut: float = 0.0  # gates lose their mean plus this many deviations, and are >= 0; 0: no
+    cut: float = 0.0  # gates become max(0, gate - mean - cut * deviation); 0: not
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class Streams:
     right: str = "laurel.linear_right"
     norm: str = "laurel.post_laurel_norm"
     begins: str = "altup_projections"  # of the model: linears of the embedding
-    ends: str = "altup_unembed_projections"  # of the model: of the states behind the layers
+    ends: str = "altup_unembed_projections"  # of the model: of the states after the layers
     least: float = 1e-5  # a state's own mean square there counts as at least this
 
 

@@ -86,7 +86,7 @@ def _gemma3n(config: Any, index: int) -> LayerSpec:
 
 
 def _sharing(config: Any, own: Any, index: int, values: str = SEPARATE[2]) -> LayerSpec:
-    """A layer whose last ones share keys, and which may have own inputs; `own`: with its heads."""
+    """A layer of Gemma 3n or 4: the last share keys, some have own inputs; `own`: its heads."""
     reads, width = _read_by(config, index), getattr(config, "hidden_size_per_layer_input", 0)
     mixed = attention(
         own,

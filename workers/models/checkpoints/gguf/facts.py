@@ -218,8 +218,8 @@ class Facts:
         )
 
     def undescribed(self) -> CheckpointError:
-        """Return the error for an architecture that is not described here. By the file's tensors
-        and keys it names what is missing, or else the description."""
+        """Return the error for an architecture that is not described here. It names what the file's
+        tensors and keys show to be missing, else the description."""
         facts, names = self.model.facts, [f".{name}" for name in self.tensors]
         found = [what for part, what in PARTS.items() if any(part in name for name in names)]
         for key, (needless, what) in NEEDS.items():

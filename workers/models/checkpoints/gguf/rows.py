@@ -107,7 +107,7 @@ def iq3_s(block: Tensor) -> Tensor:
 
 
 def tq1_0(block: Tensor) -> Tensor:
-    """Five base-3 digits a byte, four in the last four bytes; the first of all bytes lead."""
+    """Five base-3 digits per byte, four in the last four; the first digit of every byte leads."""
     groups = (block[:, :32], 5), (block[:, 32:48], 5), (block[:, 48:52], 4)
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8).view(5, 1)
     fractions = [(codes.unsqueeze(1) * powers[:count]).flatten(1) for codes, count in groups]

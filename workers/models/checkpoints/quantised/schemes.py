@@ -21,9 +21,7 @@ COMPRESSED_FORMATS = (
     PACKED,
 )
 READ = "AWQ (gemm), GPTQ, FP8 and compressed-tensors of whole or 8-bit floating-point codes"
-TERNARY = (
-    ", as do those of all its forms; use another model, such as a TriLM in GGUF (TQ1_0, TQ2_0)"
-)
+TERNARY = "; so are all its forms: use another model, such as a TriLM in GGUF (TQ1_0, TQ2_0)"
 
 
 @dataclass(frozen=True)

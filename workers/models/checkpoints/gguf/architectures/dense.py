@@ -490,7 +490,7 @@ def gemma3n(facts: Facts) -> Configuration:
 
 
 def _sharing(facts: Facts, every: int) -> Configuration:
-    """What both have, and the rotation of windowed layers; by default one of `every` is full."""
+    """Fields of Gemma 3n and 4; by default one of `every` layers is full, the others windowed."""
     shared = facts.whole("attention.shared_kv_layers", 0)
     if not 0 <= shared < facts.layers:
         raise facts.refusal(f"{shared} of its {facts.layers} layers share keys")

@@ -42,7 +42,7 @@ def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:
 
 
 def routing_of(facts: Facts) -> Configuration:
-    """Return how chosen experts are weighted, and the groups they are chosen in; 0 are one."""
+    """Return how chosen experts are weighted, and from which groups they are chosen; 0 means 1."""
     groups, experts = facts.whole("expert_group_count", 1) or 1, facts.whole("expert_count")
     used = facts.whole("expert_group_used_count", 1) or int(groups == 1)
     if experts % groups or not 0 < used <= groups < max(2, experts):
