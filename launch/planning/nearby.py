@@ -95,7 +95,7 @@ def _has_mtp(target: Path, config: Mapping[str, Any], found: Drafts) -> bool:
     counts = (config[key] for key in config if "nextn" in key or "mtp" in key)
     if not any(counts) and config.get("model_type") not in UNCOUNTED:
         return False
-    from dovetail.workers.models.checkpoints.mtp import check_mtp  # torch is imported here
+    from dovetail.workers.models.mtp import check_mtp  # torch is imported here
 
     try:
         check_mtp(target)

@@ -144,5 +144,9 @@ def write_mtp_gguf(kind: str, folder: Path, file: Path, *, trunk: bool = True, *
     kept = {name: tensor for name, tensor in whole.items() if name not in mtp}
     save_file(kept, plain / "model.safetensors", metadata={"format": "pt"})
     more |= {f"{architecture}.block_count": 5, f"{architecture}.nextn_predict_layers": 1}
+    types = json.loads((folder / "config.json").read_text()).get("layer_types", ())
+    if "linear_attention" in types:  # the list counts the MTP layer, which has no state
+        states = [*(of == "linear_attention" for of in types), False]
+        more[f"{architecture}.attention.recurrent_layers"] = states
     more["without"] = [f"blk.{at}." for at in range(4)] if not trunk else []
     write_gguf(plain, file, lambda *_: Type.F32, extra=extra, **more)
