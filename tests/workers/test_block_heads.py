@@ -260,6 +260,26 @@ def test_a_drafter_with_strange_tensors_is_refused_and_they_are_named(
         open_head(str(tmp_path), target=str(llama_folder))
 
 
+def test_a_convolution_longer_than_a_block_reads_zeros_before_it(
+    tmp_path: Path, llama_folder: Path
+) -> None:
+    short = DRAFTERS["dflash2"]
+    found = []
+    for taps in (5, 8):  # a block has 5 rows
+        drafter = replace(short, config={**short.config, "conv_kernel_size": taps})
+        tensors = tensors_of(drafter)
+        for name in [name for name in tensors if name.endswith("_conv.base_kernel")]:
+            tensors[name] = torch.cat([tensors[name], torch.ones(2, taps - 2, 64)], dim=1)
+            dynamic = torch.zeros(2 * taps * 4, 64)
+            tensors[name.replace("base_kernel", "kernel_projection.weight")] = dynamic
+        write_files(tmp_path / str(taps), tensors, config_of(drafter))
+        head = open_head(str(tmp_path / str(taps)), target=str(llama_folder), weights="fp32")
+        story = Story(head)
+        found.append(story.engine.draft(story.session, (), 7, Shape(20, 4, 4)))
+    assert found[0].tree == found[1].tree
+    assert found[0].scores == found[1].scores
+
+
 def test_a_gated_markov_head_is_refused_by_its_name(tmp_path: Path, llama_folder: Path) -> None:
     drafter = replace(DRAFTERS["dspark-deepspec"], config={"markov_head_type": "gated"})
     with pytest.raises(CheckpointError, match="markov_head_type 'gated'"):

@@ -259,6 +259,27 @@ def test_a_layer_that_is_not_one_is_refused_by_name(
     assert str(tmp_path / "model") in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_hidden_layers", "4", "num_hidden_layers is '4'; it must be an integer"),
+        ("num_hidden_layers", None, "num_hidden_layers is None; it must be an integer"),
+        ("hidden_size", [64], r"hidden_size is \[64\]; it must be an integer"),
+        ("hidden_size", None, "hidden_size is None; it must be an integer"),
+        ("mtp_num_hidden_layers", "one", "mtp_num_hidden_layers is 'one'; it must be an integer"),
+    ],
+)
+def test_a_configuration_of_other_types_is_refused_in_one_line(
+    tmp_path: Path, written: Path, key: str, value: object, words: str
+) -> None:
+    folder = Path(shutil.copytree(written, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text()) | {key: value}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=words) as refused:
+        opened(folder)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_family_whose_layer_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
     folder = write_varied("qwen3_moe", tmp_path / "model")
     changed(folder, lambda t: t.update({"mtp.fc.weight": torch.ones(64, 128)}))

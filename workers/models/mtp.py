@@ -17,11 +17,12 @@ from torch import Tensor
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import TokenTable
+from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, stored_tensors
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.configured import configured
 from dovetail.workers.models.checkpoints.digests import Identity, all_finite, known_digest
-from dovetail.workers.models.checkpoints.files import damaged, read_json
+from dovetail.workers.models.checkpoints.files import damaged, read_json, shown
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.tensors import Blocks
 from dovetail.workers.models.checkpoints.gguf.view import spelled
@@ -32,6 +33,7 @@ from dovetail.workers.models.checkpoints.stored import Stored
 ROWS = 512  # rows of the embedding with which the layer is proved
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Keys of the number of MTP layers. Some families have a layer but no such key."""
+SIZES = ("num_hidden_layers", "hidden_size")
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 UNREAD = ("quantization_config", "compression_config", "architectures", "auto_map")
 """Fields of a configuration that do not hold for the layer: its tensors are decoded."""
@@ -179,9 +181,15 @@ def _found(
     folder: Path, source: Path | None
 ) -> tuple[str, Mapping[str, Any], str, Layout, Mapping[str, Stored]]:
     """Return the name, configuration, model type, layout and tensors of an MTP layer."""
-    content = text_part(read_json(folder / "config.json"))
+    file = folder / "config.json"
+    content = text_part(read_json(file))
+    refuse_content(content, file)
+    for key in (*SIZES, *COUNTS):
+        number = content.get(key)
+        if type(number) is not int and (number or key in SIZES):
+            raise CheckpointError(f"{file}: {key} is {shown(number)}; it must be an integer")
     named = spelled(str(source or folder))
-    kind, layers = str(content.get("model_type")), int(content["num_hidden_layers"])
+    kind, layers = str(content["model_type"]), content["num_hidden_layers"]
     tensors = stored_tensors(source or folder, mtp=True)
     layouts = [one.at(layers) for one in LAYOUTS]
     layouts = [one for one in layouts if f"{one.fusion}.weight" in tensors]
@@ -223,7 +231,7 @@ def _read(
     alone: bool,
 ) -> MtpLayer:
     """Return a layer; `alone`: it is stored apart from its target, perhaps with separate tables."""
-    hidden = int(content["hidden_size"])
+    hidden = content["hidden_size"]
     own = dict[str, Tensor]()
     for name, shape in (
         (layout.fusion, (hidden, 2 * hidden)),

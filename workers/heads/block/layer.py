@@ -33,7 +33,7 @@ class Convolution:
         """Return the convolution of rows [T, H]."""
         blocks = rows.view(-1, self._block, rows.shape[1])
         mixed = torch.zeros_like(rows)
-        for tap in range(kernels.shape[1]):
+        for tap in range(min(kernels.shape[1], self._block)):
             shifted = torch.zeros_like(blocks)
             shifted[:, tap:] = blocks[:, : self._block - tap]
             mixed += kernels[:, tap] * shifted.view(rows.shape)
