@@ -86,7 +86,7 @@ def check_draft(settings: Settings) -> None:
         if settings.draft.share is True:
             check_unified(settings)
         return
-    if settings.draft.model and hub.is_assistant(settings.draft.model):
+    if is_assistant(settings.draft):
         if settings.draft.share is not True:
             raise SettingsError(
                 f"{settings.draft.model} is an assistant, which reads its target's keys and values "
@@ -106,6 +106,14 @@ def check_draft(settings: Settings) -> None:
     check_model("draft", with_draft(settings.draft).model, pickled=settings.draft.pickled)
 
 
+def is_assistant(draft: DraftSettings) -> bool:
+    """Return whether a draft is an assistant; False for one that `check_model` refuses."""
+    try:
+        return bool(draft.model) and hub.is_assistant(draft.model)
+    except CheckpointError:
+        return False
+
+
 def check_substitute(settings: Settings) -> None:
     """`SettingsError` for a substitute of another model than the target, or of a type of weights
     that it cannot have."""
@@ -121,7 +129,7 @@ def check_substitute(settings: Settings) -> None:
 def check_unified(settings: Settings) -> None:
     """`SettingsError` if the settings rule out one process for target and draft."""
     target, draft = settings.target, settings.draft
-    assistant = bool(draft.model) and draft.kind == "auto" and hub.is_assistant(draft.model)
+    assistant = draft.kind == "auto" and is_assistant(draft)
     if draft.kind != "substitute" and not assistant:
         raise SettingsError(
             "a process with both roles needs draft.kind = 'substitute' or an assistant as "

@@ -301,6 +301,8 @@ def test_config_show_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -
         "share": "auto",
         "pickled": False,
         "proof": "auto",
+        "head_rows": "auto",
+        "merge_lookup": True,
     }
     assert shown["origin"]["draft.model"] == "--draft.model"
 

@@ -826,7 +826,7 @@ def test_features_count_in_the_bytes_of_a_round() -> None:
             "hidden states of width 4 before layers 2, 5 and a vocabulary of 97; the target "
             "scripted-target has width 3, 8 layers",
         ),
-        ({"taps": (2, 8)}, "before layers 2, 8 and"),
+        ({"taps": (2, 9)}, "before layers 2, 9 and"),
         (
             {"vocabulary_size": 98},
             "a vocabulary of 98; the target scripted-target has width 3, 8 layers and a "

@@ -494,7 +494,9 @@ def test_a_draft_that_joins_later_proposes_what_one_proposes_that_was_there(
         expected, found = there.commits(tokens, nodes=12), joined.commits(tokens, nodes=12)
         assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
         assert len(found.tokens)
-        assert found.scores == pytest.approx(expected.scores, abs=1e-3)
+        # the odds of a look-up are learned from verdicts, of which the newcomer has seen fewer
+        apart = 0.05 if kind == "ngram" else 1e-3
+        assert found.scores == pytest.approx(expected.scores, abs=apart)
 
 
 # -- workers ---------------------------------------------------------------------------------------
