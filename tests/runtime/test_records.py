@@ -121,7 +121,7 @@ def test_where_nothing_can_be_written_it_is_reported_once(
 
 
 def test_processes_begin_with_what_those_before_them_have_learned() -> None:
-    flags = {"coordinator.remember": "true", "tree.policy": "static", "tree.insist": "true"}
+    flags = {"coordinator.remember": "true", "tree.policy": "static"}
     shutil.rmtree(cache_folder() / FOLDER, ignore_errors=True)
     measured = []
     for tokens in (64, 2):

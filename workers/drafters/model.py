@@ -8,7 +8,7 @@ one. Rows are those of `DraftSession.ids`, the log in the draft's tokens."""
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -24,7 +24,7 @@ from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
 from dovetail.workers.drafters.translation import Retokenised, Translation, shared_length
 from dovetail.workers.drafters.tree import CHUNK, Grower
-from dovetail.workers.models.backends.device.levels import DeviceRanking, Ranked, joined
+from dovetail.workers.models.backends.device.levels import Ranked, joined
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefill import TURN_TAIL, next_stop
@@ -54,11 +54,11 @@ class DraftSession(GrowingSession):
 
     room: int
     text: Retokenised | None = None
+    ids: list[int] = field(init=False)
+    """The log in the draft's tokens: the same list as `log` or that of `text`, which grow."""
 
-    @property
-    def ids(self) -> list[int]:
-        """The log in the draft's tokens."""
-        return self.log if self.text is None else self.text.tokens
+    def __post_init__(self) -> None:
+        self.ids = self.log if self.text is None else self.text.tokens
 
     @property
     def readable(self) -> bool:
@@ -247,16 +247,8 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         few = self.model.captures and session.missing_rows <= MOST_TRUE
         found = yield from (self._read_few(session) if few else self._read_missing(session))
         session.note_ranking(THE_ROOT, found.best)
-        return self._of_target(found.logits)
-
-    def _of_target(self, logits: Tensor) -> Tensor:
-        """Return logits [N, V] over the target's vocabulary."""
-        return logits if self.translation is None else self.translation.logits(logits)
-
-    def _ranking_of(self, session: DraftSession, nodes: Nodes) -> DeviceRanking | None:
-        """Return the device's ranking, for captured passes over the target's vocabulary only."""
-        captured = self.model.captures and self.translation is None
-        return session.ranking_of(nodes) if captured else None
+        own = self.translation
+        return found.logits if own is None else own.logits(found.logits)
 
     def _read_few(self, session: DraftSession) -> Passes:
         """Compute the missing rows of the log in the fixed shapes of a level."""
@@ -267,7 +259,7 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
             torch.arange(start, start + count),
             Segment(cache, start, count, Paths.growing(start, count)),
             wanted=1,
-            ranking=self._ranking_of(session, THE_ROOT),
+            ranking=session.ranking_of(THE_ROOT) if self.translation is None else None,
         )
         cache.keep(range(start, start + count), count)
         return found
@@ -307,12 +299,13 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
         positions: Tensor,
         segment: Segment,
     ) -> Steps:
-        """Compute the rows of `nodes`; where passes are captured, the device also ranks their
-        children."""
-        ranking = self._ranking_of(session, nodes)
+        """Compute the rows of `nodes`; where passes over the target's vocabulary are captured, the
+        device also ranks their children."""
+        own = self.translation
+        ranking = session.ranking_of(nodes) if own is None and self.model.captures else None
         found = yield Rows(tokens, positions, segment, len(nodes), ranking=ranking)
         session.note_ranking(nodes, found.best)
-        return self._of_target(found.logits)
+        return found.logits if own is None else own.logits(found.logits)
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Ranked]:
         """Compute parts: if levels are captured, all levels in one pass and the others one by one;

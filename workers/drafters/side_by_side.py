@@ -79,7 +79,7 @@ class Growth(Generic[SessionT]):
             if not at_root and session.tree.guesses:  # the rows of their parents come first
                 offer = offer[session.tree.below_rows(offer)]
             again = len(self._left_out) and np.array_equal(offer, self._left_out)
-            if again or not len(offer) or not (at_root or free):
+            if again or not offer.size or not (at_root or free):
                 return False
             self._offer = offer
             if at_root or not hardly_matters(session, self.shape, engine.given_up):
