@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.arrays import Array
-from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.spans import Spans
+from dovetail.workers.drafters.engine import FeatureReader
 from dovetail.workers.drafters.passes import EMPTY, Steps
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import GrowingSession
 from dovetail.workers.drafters.shared import Borrow
 from dovetail.workers.drafters.tree import Grower
 from dovetail.workers.models.assistant import Assistant, KeysAndValues
-from dovetail.workers.models.segment import Cache
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.growth import Nodes
 from dovetail.workers.speculation.policies import open_policy
@@ -35,33 +35,6 @@ FEATURES: Literal["float16"] = "float16"  # type of the target's states, which a
 
 Found = tuple[Tensor, Tensor]
 """Logits [N, V] and states [N, H] after N nodes."""
-
-
-class NoRows:
-    """The cache of a session without rows of its own. An empty `segment.Cache`."""
-
-    length, row_bytes, base_bytes, branches = 0, 0, 0, False
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-
-    def keep(self, slots: Sequence[int], committed: int) -> None:
-        """Do nothing."""
-
-    def truncate(self, length: int) -> None:
-        """Do nothing."""
-
-    def restorable(self, length: int) -> int:
-        return 0
-
-    def checkpoint(self) -> None:
-        """Do nothing."""
-
-    def resize(self, capacity: int) -> None:
-        """Do nothing."""
-
-    def branch(self, length: int, *, used: int = 0) -> Cache:
-        raise NotImplementedError("there are no rows to begin with")
 
 
 @dataclass(frozen=True)
@@ -106,10 +79,9 @@ class AssistantSession(GrowingSession):
         return {kind: (k[:, : self.read], v[:, : self.read]) for kind, (k, v) in buffers}
 
 
-class AssistantDrafter(Grower[AssistantSession]):
+class AssistantDrafter(FeatureReader[AssistantSession], Grower[AssistantSession]):
     """Drafts with an assistant, one level a pass."""
 
-    reads: Reads
     borrow: Borrow
 
     def __init__(self, assistant: Assistant, spans: Spans) -> None:
@@ -122,18 +94,12 @@ class AssistantDrafter(Grower[AssistantSession]):
             vocabulary_size=assistant.config.vocab_size,
         )
 
-    def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside it."""
-        if (largest := max(tokens)) >= (size := self.reads.vocabulary_size):
-            text = f"token {largest} is beyond the vocabulary of {size} of this assistant"
-            raise RequestError("vocabulary", text)
-
     def open(self, order: Open, base: None = None) -> AssistantSession:
         """Open a session, whose prompt only its target prefills."""
         rows = self._tree_rows(order.sampling, order.tree)
         return AssistantSession(
             log=list(order.prompt),
-            cache=NoRows(order.capacity),
+            cache=self.assistant.new_cache(),
             ranking=Ranking.begin(
                 order,
                 most_tokens=self.reads.vocabulary_size,
@@ -148,32 +114,12 @@ class AssistantDrafter(Grower[AssistantSession]):
         )
 
     def feed(self, session: AssistantSession, start: int, features: Array) -> None:
-        if start + features.shape[0] <= session.fed:
-            raise StaleError(f"features from position {start} on were received before")
-        if start != session.fed or start + features.shape[0] > len(session.log):
-            text = f"features from position {start} on came after {session.fed} positions"
-            raise RequestError("prefix", f"{text} of {len(session.log)}; open the session again")
-        self._check_rows(features)
+        self._check_feed(session, start, features)
         self.take_features(session, features)
-
-    def check_features(
-        self, session: AssistantSession, committed: int, features: Array | None
-    ) -> None:
-        if features is not None:
-            self._check_rows(features)
-        needed = len(session.log) + committed
-        if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
-            text = f"features of {there} positions have arrived, but this round needs {needed}"
-            raise RequestError("prefix", f"{text}; open the session again")
 
     def take_features(self, session: AssistantSession, features: Array) -> None:
         session.fed += features.shape[0]
         session.last = to_tensor(features)[-1:].float()
-
-    def _check_rows(self, features: Array) -> None:
-        if (features.dtype, features.shape[1:]) != (FEATURES, (self.reads.row,)):
-            found = f"features of type {features.dtype} and shape {list(features.shape)}"
-            raise RequestError("protocol", f"received {found}, not rows of {self.reads.row}")
 
     def _move_root(
         self, session: AssistantSession, path: Sequence[int], root: int | None, width: int

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from dovetail.protocol.arrays import Array
-from dovetail.protocol.errors import RequestError
+from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.workers.sessions.prefix_cache import Left
 from dovetail.workers.speculation.proposal import Order, Proposal
@@ -101,3 +101,55 @@ class Keeper(Engine[SessionT]):
     @abstractmethod
     def shares(self) -> bool:
         """Whether sessions may start from rows of others that are still open."""
+
+
+class FedSession(EngineSession, Protocol):
+    """One sequence of an engine that reads features."""
+
+    @property
+    def fed(self) -> int:
+        """The number of positions whose features have arrived."""
+
+
+FedT = TypeVar("FedT", bound=FedSession)
+
+
+class FeatureReader(Engine[FedT]):
+    """The engine of a head, which reads features of its target and checks them."""
+
+    reads: Reads
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the target's
+        vocabulary."""
+        if (largest := max(tokens)) >= (size := self.reads.vocabulary_size):
+            text = f"token {largest} is beyond the vocabulary of {size} of this head's target"
+            raise RequestError("vocabulary", text)
+
+    def check_features(self, session: FedT, committed: int, features: Array | None) -> None:
+        if features is not None:
+            self._check_rows(features)
+        needed = len(session.log) + committed
+        if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
+            text = f"features of {there} positions have arrived, but this round needs {needed}"
+            raise RequestError("prefix", f"{text}; open the session again")
+
+    def _check_feed(self, session: FedT, start: int, features: Array) -> None:
+        """Raise `StaleError` or `RequestError` unless these are the features of the next positions
+        of the log, from `start` on."""
+        self._check_rows(features)
+        if start + features.shape[0] <= session.fed:
+            raise StaleError(f"features from position {start} on were received before")
+        if start != session.fed:
+            text = f"features from position {start} on came after {session.fed} positions"
+            raise RequestError("prefix", f"{text}; open the session again")
+        if (fed := session.fed + features.shape[0]) > (tokens := len(session.log)):
+            text = f"features of {fed} positions were received for a log of {tokens} tokens"
+            raise RequestError("prefix", text)
+
+    def _check_rows(self, features: Array) -> None:
+        reads = self.reads
+        if (features.dtype, features.shape[1:]) != (reads.dtype, (reads.row,)):
+            found = f"features of type {features.dtype} and shape {list(features.shape)}"
+            text = f"received {found}, but this head reads {reads.dtype} in rows of {reads.row}"
+            raise RequestError("protocol", text)

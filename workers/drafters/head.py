@@ -36,12 +36,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.arrays import Array
-from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.devices.base import Capture
-from dovetail.workers.drafters.engine import Keeper
+from dovetail.workers.drafters.engine import FeatureReader, Keeper
 from dovetail.workers.drafters.head_levels import (
     Level,
     adapts_shapes,
@@ -81,7 +80,7 @@ FORETOLD = -2
 computed, in growth ahead."""
 
 
-class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
+class HeadDrafter(FeatureReader[HeadSession], Grower[HeadSession], Keeper[HeadSession]):
     """The engine of a draft head; makes one pass at a time."""
 
     reads: Reads
@@ -121,14 +120,6 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
             vocabulary_size=spec.vocabulary_size,
             trained_for=head.trained_for,
         )
-
-    def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the target's
-        vocabulary."""
-        if (largest := max(tokens)) >= self.reads.vocabulary_size:
-            size = self.reads.vocabulary_size
-            text = f"token {largest} is beyond the vocabulary of {size} of this head's target"
-            raise RequestError("vocabulary", text)
 
     def open(self, order: Open, base: HeadLeft | None = None) -> HeadSession:
         """Open a session, whose prompt is read with its features. `base`: the rows of a session
@@ -192,27 +183,11 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
     def shares(self) -> bool:
         return self.head.new_cache(0).branches
 
-    def check_features(self, session: HeadSession, committed: int, features: Array | None) -> None:
-        if features is not None:
-            self._check_rows(features)
-        needed = len(session.log) + committed
-        if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
-            text = f"features of {there} positions have arrived, but this round needs {needed}"
-            raise RequestError("prefix", f"{text}; open the session again")
-
     @torch.inference_mode()
     def feed(self, session: HeadSession, start: int, features: Array) -> None:
         """Take the features of the positions from `start` on, and compute the rows whose tokens are
         known."""
-        self._check_rows(features)
-        if start + features.shape[0] <= session.fed:
-            raise StaleError(f"features from position {start} on were received before")
-        if start != session.fed:
-            text = f"features from position {start} on came after {session.fed} positions"
-            raise RequestError("prefix", f"{text}; open the session again")
-        if (fed := session.fed + features.shape[0]) > (tokens := len(session.log)):
-            text = f"features of {fed} positions were received for a log of {tokens} tokens"
-            raise RequestError("prefix", text)
+        self._check_feed(session, start, features)
         with self._spans.measure("feed"):
             self.take_features(session, features)
             read_alone(self._read_true(session, predicted=False, contrast=False), self.compute)
@@ -233,13 +208,6 @@ class HeadDrafter(Grower[HeadSession], Keeper[HeadSession]):
     def learn(self) -> bool:
         saved = self.counts is not None and self.counts.save()
         return super().learn() or saved
-
-    def _check_rows(self, features: Array) -> None:
-        reads = self.reads
-        if (features.dtype, features.shape[1:]) != (reads.dtype, (reads.row,)):
-            found = f"features of type {features.dtype} and shape {list(features.shape)}"
-            text = f"received {found}, but this head reads {reads.dtype} in rows of {reads.row}"
-            raise RequestError("protocol", text)
 
     def _move_root(
         self, session: HeadSession, path: Sequence[int], root: int | None, width: int

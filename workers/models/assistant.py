@@ -76,6 +76,10 @@ class Assistant:
         """The width of the states that it reads, H: its target's."""
         return self._target.hidden_size
 
+    def new_cache(self) -> Cache:
+        """Return the cache of a session without rows of its own."""
+        return self._target.new_cache(0)
+
     def keys(self, cache: Cache, start: int, stop: int) -> Mapping[str, KeysAndValues]:
         """Return the target's keys and values of rows `start` to `stop` - 1 for each layer type."""
         assert isinstance(cache, BlockedCache)
