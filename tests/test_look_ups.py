@@ -65,6 +65,8 @@ def test_a_reply_is_found_in_earlier_texts_of_the_same_key_until_they_are_forgot
             first, again = (rounds("one", sampling, told) for _ in range(2))
             another = rounds("another", sampling, told)
             client.forget("one")
-            assert isinstance(client.receive(PATIENCE_S), Forgotten)
+            forgotten = client.receive(PATIENCE_S)
+            assert isinstance(forgotten, Forgotten)
+            assert forgotten.found
             assert again < min(first, another, rounds("one", sampling, told))
             assert len({*told}) == 1

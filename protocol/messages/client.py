@@ -142,10 +142,12 @@ class Forget(Message):
 
 
 class Forgotten(Message):
-    """An owner's earlier texts, if there were any, have been forgotten."""
+    """An owner's earlier texts have been forgotten."""
 
     type: Literal["forgotten"] = "forgotten"
     request: Count
+    found: bool
+    """False if there were none, or none are kept."""
 
 
 class Cancel(Message):

@@ -77,10 +77,12 @@ class ClientRequests:
             case Recall():
                 self._recall(client, request)
             case Forget():
-                if self._memory is not None:
-                    self._memory.forget(f"{self._starting.key(client)}/{request.owner}")
-                done = Forgotten(epoch=self._service.epoch, request=request.request)
-                self._acts.reply(client, done)
+                owner = f"{self._starting.key(client)}/{request.owner}"
+                found = self._memory is not None and self._memory.forget(owner)
+                epoch = self._service.epoch
+                self._acts.reply(
+                    client, Forgotten(epoch=epoch, request=request.request, found=found)
+                )
             case Cancel():
                 if (number := client.sessions.get(request.request)) is not None:
                     self._acts.cancel(self._running[number])

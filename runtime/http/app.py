@@ -197,9 +197,10 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.delete("/v1/lookup_memory", **documented("forget"))
     async def forget(request: Request) -> Response:
-        """Forget the earlier prompts and replies of this API key, in which look-ups search."""
-        await service.gateway.forget(request.scope.get(OWNER, ""))
-        return json_response({"deleted": True})
+        """Forget the earlier prompts and replies of this API key, in which look-ups search.
+        `deleted` is false if there were none, or if none are kept."""
+        found = await service.gateway.forget(request.scope.get(OWNER, ""))
+        return json_response({"deleted": found})
 
     @app.get("/health", **documented("health"))
     async def health() -> Response:

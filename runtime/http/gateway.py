@@ -167,9 +167,11 @@ class Gateway:
             raise ApiError(404, text, code="reply_not_found") from None
         return (await self._ask(question, Recalled)).memo
 
-    async def forget(self, owner: str) -> None:
-        """Make the coordinator forget an owner's earlier texts; raise `ApiError` without one."""
-        await self._ask(Forget(epoch=self._epoch, request=0, owner=owner), Forgotten)
+    async def forget(self, owner: str) -> bool:
+        """Make the coordinator forget an owner's earlier texts; return whether there were any.
+        Raise `ApiError` without a coordinator."""
+        question = Forget(epoch=self._epoch, request=0, owner=owner)
+        return (await self._ask(question, Forgotten)).found
 
     def cancel(self, number: int) -> None:
         """Cancel a request; no effect if it has ended already."""

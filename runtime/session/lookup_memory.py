@@ -58,8 +58,8 @@ class LookupMemory:
         new = log[max(0, shared - LONGEST, len(log) - self._room + 2) :]
         self._waiting.append((number, iter((*new, SEPARATOR))))
 
-    def forget(self, owner: str) -> None:
-        """Remove an owner's texts."""
+    def forget(self, owner: str) -> bool:
+        """Remove an owner's texts; return whether there were any."""
         gone = {number for key, number in self._numbers.items() if key[0] == owner}
         self._numbers = {key: one for key, one in self._numbers.items() if one not in gone}
         self._last = {number: last for number, last in self._last.items() if number not in gone}
@@ -68,6 +68,7 @@ class LookupMemory:
         for place, number in enumerate(self._owners if gone else ()):
             if number in gone:
                 self._tokens[place], self._owners[place] = SEPARATOR, NOWHERE
+        return bool(gone)
 
     def step(self, tokens: int = STEP) -> None:
         """Index at most `tokens` tokens of the waiting texts."""

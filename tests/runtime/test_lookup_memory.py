@@ -80,7 +80,8 @@ def test_what_was_forgotten_is_not_found_and_that_of_others_still_is() -> None:
     text = [*range(20)]
     memory = remembering([("a", text), ("b", text)])
     memory.add("a", VOCABULARY, [5, *text])  # waits to be indexed
-    memory.forget("a")
+    assert memory.forget("a")
+    assert not memory.forget("a")
     memory.step(1 << 30)
     assert memory.find("a", VOCABULARY, text[:9], 4) == ()
     assert memory.find("b", VOCABULARY, text[:9], 4) == ((9, 9, 10, 11, 12),)

@@ -364,7 +364,7 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "recall": m.Recall(epoch=5, request=9, ticket="chatcmpl-0123456789abcdef/0", owner="alice"),
         "recalled": m.Recalled(epoch=1, request=9, memo=b"{}"),
         "forget": m.Forget(epoch=5, request=9, owner="alice"),
-        "forgotten": m.Forgotten(epoch=1, request=9),
+        "forgotten": m.Forgotten(epoch=1, request=9, found=True),
         "cancel": m.Cancel(epoch=5, request=9),
         "status": m.Status(epoch=5),
         "describe": m.Describe(epoch=5),

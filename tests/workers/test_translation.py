@@ -3,6 +3,7 @@ and which ones are refused."""
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -364,15 +365,16 @@ def order_of(round: int, prefix: int, bonus: int) -> Draft:
     return Draft(**numbers, **sizes, accepted=(), bonus=bonus)
 
 
-def test_a_draft_says_what_it_can_propose_and_registers_with_the_targets_vocabulary(
-    folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
+def test_a_draft_registers_with_what_it_can_propose_and_the_targets_vocabulary(
+    folders: dict[str, Path],
 ) -> None:
     folder = folders["fewer"]
     hello = draft_worker(folder).hello(1)
-    [line] = [one for one in capfd.readouterr().err.splitlines() if "another vocabulary" in one]
     count = len(target_of(TARGET, folder, SPECIAL))
-    beginning = f"draft: {folder} has another vocabulary: it can propose {count} of the 4096 tokens"
-    assert line.startswith(f"{beginning} of the target {TARGET}, which have ")
+    assert re.fullmatch(
+        rf"{folder} \(proposes {count} of the target's 4096 tokens, \d+% of its own probability\)",
+        hello.model,
+    )
     table = TokenTable.read((TARGET / "tokenizer.json").read_bytes())
     assert hello.vocabulary is not None
     assert hello.table is not None
@@ -398,7 +400,7 @@ def test_a_draft_that_shares_too_few_tokens_is_refused_with_their_share(tmp_path
     content = json.loads((other / "tokenizer.json").read_bytes())
     words = content["model"]["vocab"]
     for kept, why in (
-        (2, "shares only 4 of the 48 tokens of the target .*, which have [0-9]+% of its prob"),
+        (2, "shares with the target .* only 4 of the target's 48 tokens, [0-9]+% of its own prob"),
         (0, "has no token in common with the target "),
     ):
         renamed = {t if i < 2 + kept else f"other {t}": i for t, i in words.items()}

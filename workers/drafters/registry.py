@@ -267,10 +267,10 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     found = within_fp16(lambda: load("fp16")) if chosen and weights == "fp16" else load(weights)
     model = found or load(_fastest(wanted, device, {"fp16": OVERFLOWS}))
     tell_proof(model.proved, wanted.name)
+    called = model.checkpoint.source
     if translation is not None:
-        said = described(translation, model, settings.model, wanted.target)
-        print(f"{wanted.name}: {said}", file=sys.stderr)
-    return _model_worker(wanted, model, device, model.checkpoint.source, translation=translation)
+        called += f" ({described(translation, model, settings.model, wanted.target)})"
+    return _model_worker(wanted, model, device, called, translation=translation)
 
 
 def _model_worker(

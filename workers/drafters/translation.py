@@ -229,15 +229,16 @@ def open_translation(draft: str, target: str) -> Translation | None:
 
 
 def described(translation: Translation, model: LanguageModel, draft: str, target: str) -> str:
-    """Return what a draft of another vocabulary can propose; raise `CheckpointError` if that is
-    too little."""
+    """Return what a draft of another vocabulary can propose, to follow its name; raise
+    `CheckpointError` if that is too little."""
     mass = translation.mass(model)
     shares = (
-        f"{translation.count} of the {translation.facts.size} tokens of the target "
-        f"{spelled(target)}, which have {mass:.0%} of its probability"
+        f"{translation.count} of the target's {translation.facts.size} tokens, {mass:.0%} of its "
+        "own probability"
     )
     if mass < LEAST_MASS:
         raise CheckpointError(
-            f"the draft {spelled(draft)} shares only {shares}; choose another draft"
+            f"the draft {spelled(draft)} shares with the target {spelled(target)} only {shares}; "
+            "choose another draft"
         )
-    return f"{spelled(draft)} has another vocabulary: it can propose {shares}"
+    return f"proposes {shares}"
