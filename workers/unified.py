@@ -7,8 +7,9 @@ command."""
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from dovetail.protocol.settings import (
     TargetSettings,
 )
 from dovetail.protocol.spans import Spans
+from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.assistant import AssistantDrafter, AssistantSession
@@ -39,6 +41,7 @@ from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.assistant import Assistant
 from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.checkpoints.hub import is_assistant
+from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.substitutes.coded import against_codes
 from dovetail.workers.models.substitutes.kept import Tell
 from dovetail.workers.models.substitutes.quantize import BITS
@@ -165,51 +168,30 @@ def open_unified(
     """Return the target worker and the draft worker of one process. `draft.model` names an
     assistant; if it is empty, the draft is a substitute. Raises `UserError` if the target cannot
     share with it."""
+    if isinstance(draft.head_rows, int):
+        raise SettingsError(
+            f"draft.head_rows = {draft.head_rows}, but the draft in its target's process is not a "
+            "draft head: leave draft.head_rows out"
+        )
+    open_target = partial(
+        open_target_worker,
+        target,
+        name=f"{name}-target",
+        threads=threads,
+        profile=profile,
+        memory=memory,
+    )
     if draft.model:
-        return _open_with_assistant(target, draft, name, threads, profile, memory)
+        return _open_with_assistant(target, draft, name, threads, open_target)
     if draft.weights not in SUBSTITUTE_WEIGHTS:
         raise SettingsError(
             f"draft.weights = {draft.weights!r} is not a type of a substitute's weights: use int8, "
             "int4, int3 or int2"
         )
     weights = "int4" if draft.weights == "auto" else draft.weights
-    device = open_device(target.device, threads)
-
-    def open_target() -> TargetWorker:
-        return open_target_worker(
-            target,
-            name=f"{name}-target",
-            threads=threads,
-            profile=profile,
-            memory=memory,
-            bits=BITS[weights],
-        )
-
-    if device.is_cpu:  # made before the target is loaded, then shares the target's parts
-        substitute, made = load_substitute(
-            target.model,
-            weights=weights,
-            device="cpu",
-            context=target.longest,
-            folder=cache,
-            tell=tell,
-        )
-        verifying = open_target()
-        shared = share(substitute, verifying.model)
-    else:  # made from a target that is already on the device
-        if why_not := against_codes(device.torch_device, weights):
-            raise SettingsError(
-                f"draft.share = true is not possible on {device.name}: {why_not}; set "
-                "draft.share to false, and choose another draft.kind"
-            )
-        verifying = open_target()
-        substitute, made, shared = load_device_substitute(
-            verifying.model, device.capture, weights=weights, folder=cache, tell=tell
-        )
-    if said := made.report(name):
-        print(said, file=sys.stderr)
-    if not device.is_cpu:
-        tell_products(device.torch_device, name)
+    verifying, substitute, shared = _load_both(
+        target, weights, name, open_device(target.device, threads), open_target, cache, tell
+    )
     spans = Spans()
     engine = SharedDrafter(
         substitute,
@@ -236,6 +218,43 @@ def open_unified(
     return _in_turn(verifying, engine, identity, spans)
 
 
+def _load_both(
+    target: TargetSettings,
+    weights: str,
+    name: str,
+    device: Device,
+    open_target: Callable[..., TargetWorker],
+    cache: Path | None,
+    tell: Tell,
+) -> tuple[TargetWorker, LanguageModel, int]:
+    """Return a target, its substitute, and how many layers they share."""
+    if device.is_cpu:  # made before the target is loaded, then shares the target's parts
+        substitute, made = load_substitute(
+            target.model,
+            weights=weights,
+            device="cpu",
+            context=target.longest,
+            folder=cache,
+            tell=tell,
+        )
+        verifying = open_target(bits=BITS[weights])
+        shared = share(substitute, verifying.model)
+    else:  # made from a target that is already on the device
+        if why_not := against_codes(device.torch_device, weights):
+            raise SettingsError(
+                f"draft.share = true is not possible on {device.name}: {why_not}; set "
+                "draft.share to false, and choose another draft.kind"
+            )
+        verifying = open_target(bits=BITS[weights])
+        substitute, made, shared = load_device_substitute(
+            verifying.model, device.capture, weights=weights, folder=cache, tell=tell
+        )
+        tell_products(device.torch_device, name)
+    if said := made.report(name):
+        print(said, file=sys.stderr)
+    return verifying, substitute, shared
+
+
 def _in_turn(
     verifying: TargetWorker, engine: Engine[Any], identity: Identity, spans: Spans
 ) -> tuple[Worker, Worker]:
@@ -248,8 +267,7 @@ def _open_with_assistant(
     draft: DraftSettings,
     name: str,
     threads: int,
-    profile: Path | None,
-    memory: MemorySettings,
+    open_target: Callable[..., TargetWorker],
 ) -> tuple[Worker, Worker]:
     if not is_assistant(draft.model):
         raise SettingsError(
@@ -260,11 +278,9 @@ def _open_with_assistant(
         raise SettingsError(
             f"draft.weights = {draft.weights!r}: an assistant is computed in fp32, so leave it out"
         )
-    verifying = open_target_worker(
-        target, name=f"{name}-target", threads=threads, profile=profile, memory=memory
-    )
-    assistant, spans = Assistant(draft.model, verifying.model), Spans()
-    engine = AssistantDrafter(assistant, spans)
+    verifying, spans = open_target(), Spans()
+    assistant = Assistant(draft.model, verifying.model)
+    engine = AssistantDrafter(assistant, spans, merges=draft.merge_lookup)
     engine.borrow = lambda number: _lent(verifying, number)
     model = verifying.model
     identity = Identity(

@@ -84,8 +84,9 @@ class AssistantDrafter(FeatureReader[AssistantSession], Grower[AssistantSession]
 
     borrow: Borrow
 
-    def __init__(self, assistant: Assistant, spans: Spans) -> None:
-        super().__init__(spans, SCALE)
+    def __init__(self, assistant: Assistant, spans: Spans, *, merges: bool = False) -> None:
+        """`merges`: see `Grower`."""
+        super().__init__(spans, SCALE, merges=merges)
         self.assistant = assistant
         self.reads = Reads(
             taps=(),
@@ -96,9 +97,11 @@ class AssistantDrafter(FeatureReader[AssistantSession], Grower[AssistantSession]
 
     def open(self, order: Open, base: None = None) -> AssistantSession:
         """Open a session, whose prompt only its target prefills."""
-        rows = self._tree_rows(order.sampling, order.tree)
+        rows, log = self._tree_rows(order.sampling, order.tree), list(order.prompt)
         return AssistantSession(
-            log=list(order.prompt),
+            log=log,
+            tree=self._new_tree(),
+            looked_up=self._look_up(order, log),
             cache=self.assistant.new_cache(),
             ranking=Ranking.begin(
                 order,

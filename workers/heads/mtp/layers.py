@@ -27,7 +27,7 @@ from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.checkpoints.quantised.searched import in_blocks
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import resident
-from dovetail.workers.models.mtp import mtp_layer
+from dovetail.workers.models.mtp import MtpLayer, mtp_layer
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.models.wanted import Wanted, type_of
@@ -118,62 +118,23 @@ def open_mtp(
     `reduced`: chooses the rows of the output head; None: all."""
     layer = mtp_layer(find_folder(target), None if source == target else find_folder(source))
     theirs = Target(target)
-    tables = (layer.embedding, "embed_tokens"), (layer.output, "shared_head.head")
-    for stored, name in tables:
-        if stored is not None and stored.shape != (
-            theirs.shape.vocabulary_size,
-            theirs.shape.width,
-        ):
-            raise CheckpointError(
-                f"{layer.source}: tensor {layer.layout.layer}{name}.weight has the shape "
-                f"{list(stored.shape)}, not that of the target's embedding"
-            )
-    embedding = (
-        theirs.embedding()
-        if layer.embedding is None
-        else read_shared(layer.embedding, "embed_tokens")
-    )
-    output = (
-        theirs.output(embedding)
-        if layer.output is None
-        else read_shared(layer.output, "shared_head.head")
-    )
+    embedding, output = _tables(layer, theirs)
     with layer.checkpoint(embedding, context) as checkpoint:
         model = _load(checkpoint, weights, device)
     kernel = model.back_end
     assert isinstance(kernel, Kernels)
-    dtype: FeatureType = (
-        "bfloat16" if torch.bfloat16 in (embedding.dtype, layer.fusion.dtype) else "float16"
-    )
-    plan, norms = kernel.plans[0], kernel.described.norms
-    spec = MtpSpec(
-        kind="mtp",
-        hidden=theirs.shape.width,
-        target_width=theirs.shape.width,
-        heads=plan.heads,
-        kv_heads=plan.kv_heads,
-        head_dim=plan.head_dim,
-        intermediate=0,
-        vocabulary_size=theirs.shape.vocabulary_size,
-        draft_vocabulary=theirs.shape.vocabulary_size,
-        context=model.context,
-        dtype=dtype,
-        epsilon=norms.epsilon,
-        normed=layer.normed,
-    )
-    added = 1.0 if norms.plus_one else 0.0
-    tensors = {
-        "fusion": layer.fusion,
-        "embedding_norm": layer.embedding_norm.float() + added,
-        "state_norm": layer.state_norm.float() + added,
-    }
+    added = 1.0 if kernel.described.norms.plus_one else 0.0
     head = HeadCheckpoint(
         layer.source,
         layer.digest,
         "",
-        spec,
+        _spec(layer, theirs, kernel, model.context, embedding.dtype),
         Rotation(torch.empty(0), 1.0),
-        tensors,
+        {
+            "fusion": layer.fusion,
+            "embedding_norm": layer.embedding_norm.float() + added,
+            "state_norm": layer.state_norm.float() + added,
+        },
         embedding,
         output,
         None,
@@ -186,6 +147,45 @@ def open_mtp(
     rows = None if reduced is None else reduced.choose(head, on_cpu=device.is_cpu)
     tokens = None if rows is None else torch.from_numpy(rows)
     return Head(head, engine, weights=model.weights, rows=tokens)
+
+
+def _tables(layer: MtpLayer, target: Target) -> tuple[Tensor, Tensor]:
+    """Return embedding and output head [V, H]: the layer's copies, else the target's."""
+    shape = target.shape.vocabulary_size, target.shape.width
+    found = {"embed_tokens": layer.embedding, "shared_head.head": layer.output}
+    for name, stored in found.items():
+        if stored is not None and stored.shape != shape:
+            raise CheckpointError(
+                f"{layer.source}: tensor {layer.layout.layer}{name}.weight has the shape "
+                f"{list(stored.shape)}, not that of the target's embedding"
+            )
+    own, head = layer.embedding, layer.output
+    embedding = target.embedding() if own is None else read_shared(own, "embed_tokens")
+    output = target.output(embedding) if head is None else read_shared(head, "shared_head.head")
+    return embedding, output
+
+
+def _spec(
+    layer: MtpLayer, target: Target, kernel: Kernels, context: int, embedded: torch.dtype
+) -> MtpSpec:
+    plan, shape = kernel.plans[0], target.shape
+    wide = torch.bfloat16 in (embedded, layer.fusion.dtype)
+    dtype: FeatureType = "bfloat16" if wide else "float16"
+    return MtpSpec(
+        kind="mtp",
+        hidden=shape.width,
+        target_width=shape.width,
+        heads=plan.heads,
+        kv_heads=plan.kv_heads,
+        head_dim=plan.head_dim,
+        intermediate=0,
+        vocabulary_size=shape.vocabulary_size,
+        draft_vocabulary=shape.vocabulary_size,
+        context=context,
+        dtype=dtype,
+        epsilon=kernel.described.norms.epsilon,
+        normed=layer.normed,
+    )
 
 
 def _load(checkpoint: Checkpoint, weights: str, device: Device) -> LanguageModel:
