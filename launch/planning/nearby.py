@@ -136,7 +136,10 @@ def _against(folder: Path, candidates: "Iterable[Candidate]", target: Path, desi
     own = design_of(read_config(folder, "draft"), folder)
     if SMALLER * own.parameters > design.parameters:
         return "more than half as large as its target"
-    return "" if _vocabulary(folder) == _vocabulary(target) else "another vocabulary"
+    own_digest, theirs = _vocabulary(folder), _vocabulary(target)
+    if not (own_digest and theirs):
+        return "its vocabulary or its target's cannot be read"
+    return "" if own_digest == theirs else "another vocabulary"
 
 
 def _brief(error: Exception, path: Path) -> str:
@@ -180,6 +183,7 @@ def _among(
 
 
 def _vocabulary(folder: Path) -> str:
+    """Return the digest of a vocabulary; empty if it cannot be read."""
     from dovetail.workers.models.checkpoints.tokenizer import table_of
 
     try:

@@ -40,7 +40,7 @@ def taps_of(config: TapsConfig, target: TargetShape) -> tuple[int, ...]:
     reads = f"reads layers {list(taps)}"
     if not given and len(set(taps)) < len(taps):
         raise MisfitError(
-            f"{reads} of {target.name}, which has {count} layers: name three different ones in   "
+            f"{reads} of {target.name}, which has {count} layers: name three different ones in "
             "eagle_aux_hidden_state_layer_ids"
         )
     if not all(0 <= tap <= count for tap in taps):
