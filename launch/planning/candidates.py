@@ -120,13 +120,13 @@ class Reader:
         self._width = configuration.settings.tree.width if width is None else width
 
     def read(self, names: Sequence[str], there: Sequence[str] = ()) -> list[Candidate]:
-        """Return all candidates: the named ones, by default the present drafts and those that the
-        target could have; `UserError` for a wrong name."""
-        self._asked = bool(names)
+        """Return all candidates: the named ones, by default (or with `auto`) the present drafts and
+        those that the target could have; `UserError` for a wrong name."""
+        self._asked = bool(names) and "auto" not in names
         usual = [*there, LOOKUP, "dovetail", *([] if self._uncoded else ["substitute"])]
         if self._embedded:
             usual = ["small", "eagle", "dovetail", "substitute", LOOKUP]
-        wanted = dict.fromkeys(names or usual)
+        wanted = dict.fromkeys(names if self._asked else [*names, *usual])
         found = [candidate for name in wanted for candidate in self._read(name)]
         if unused := [
             one
@@ -138,13 +138,8 @@ class Reader:
         return found
 
     def _read(self, name: str) -> Iterator[Candidate]:
-        if name == "none":
+        if name in ("none", "auto"):
             return
-        if name == "auto":
-            raise UserError(
-                f"--draft {name}: use {', '.join(HEAD_KINDS)}, mtp, small, {LOOKUP}, substitute "
-                "or a folder"
-            )
         if name == LOOKUP:
             yield self._candidate(LOOKUP, f"look-up ({LOOKUP})", NOTHING, {"kind": LOOKUP})
             return

@@ -295,6 +295,7 @@ def test_without_a_draft_it_plans_with_those_that_are_there(
     assert Path(there["settings"]["draft.model"]).samefile(DEMO_FOLDER / "draft")
     assert not there["lacks"]
     assert any("must be trained" in one["lacks"] for one in found["alternatives"])
+    assert plan(*asked, "--draft", "auto")["alternatives"] == found["alternatives"]
     only = plan(*asked, "--draft", "dovetail")
     assert all("draft.model" not in one["settings"] for one in only["alternatives"])
 
@@ -388,7 +389,6 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
         (("--target", "/nowhere"), "/nowhere"),
         (("--weights", "int8-per-tensor"), "cannot be planned"),
         (("--target.resident", "3"), "a plan chooses this"),
-        (("--machine", "dovetail-server", "--draft", "auto"), "--draft auto: name"),
         (
             ("--machine", "dovetail-server", "--target-size", "7B", "--draft", "small"),
             "name one with --draft FOLDER",
