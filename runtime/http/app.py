@@ -1,5 +1,5 @@
 """The routes and the error responses. A request is parsed (`bodies.py`), tokenized (`orders.py`),
-decoded (`decoding.py`) and written (`replies.py`); `service.py` combines these steps."""
+decoded (`decoding.py`, `replies.py`) and written (`apis/`); `service.py` combines these steps."""
 
 import os
 from collections.abc import Mapping, Sequence
