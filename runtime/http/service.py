@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.protocol.messages import Emitted, Reported
 from dovetail.runtime.http.apis.openai import open_writer
+from dovetail.runtime.http.apis.writers import Writer
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.dashboard import Shown
@@ -25,7 +26,6 @@ from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.errors import ApiError, unavailable, unread
 from dovetail.runtime.http.exposition import Exposition
 from dovetail.runtime.http.gateway import Gateway
-from dovetail.runtime.http.guard import OWNER, STRAIGHT, UNREAD
 from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
 from dovetail.runtime.http.resuming import (
     Resumed,
@@ -35,8 +35,8 @@ from dovetail.runtime.http.resuming import (
     remembered,
     ticketed,
 )
-from dovetail.runtime.http.server import Connections
-from dovetail.runtime.http.writers import Writer
+from dovetail.runtime.http.serving.guard import OWNER, STRAIGHT, UNREAD
+from dovetail.runtime.http.serving.server import Connections
 from dovetail.runtime.telemetry.picture import folder_name, load_of
 from dovetail.runtime.text.templates import RENDERERS
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from dovetail.protocol.messages import Result, TokenLogprobs
+from dovetail.runtime.http.apis.writers import COMMENT, Writer, compact, sse
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.events import (
@@ -22,7 +23,6 @@ from dovetail.runtime.http.events import (
 from dovetail.runtime.http.orders import Order
 from dovetail.runtime.http.replies import Part, Reply, ShownToken
 from dovetail.runtime.http.resuming import StreamPlace, beyond, event_id
-from dovetail.runtime.http.writers import COMMENT, Writer, compact, sse
 from dovetail.runtime.text.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
