@@ -8,7 +8,7 @@ in messages are plain text, unless allowed.
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
@@ -98,9 +98,19 @@ class Spelling:
         token, since a normalizer may drop characters."""
         return len(text) // (2 * self.table.longest)
 
-    def detokenizer(self, prompt: Sequence[int] = (), *, special: bool = False) -> "Detokenizer":
-        """Return a detokenizer for the reply to this prompt. `special`: include special tokens."""
-        return Detokenizer(self, {} if special else self.table.special, prompt)
+    def detokenizer(
+        self, prompt: Sequence[int] = (), *, special: bool | Collection[str] = False
+    ) -> "Detokenizer":
+        """Return a detokenizer for the reply to this prompt. `special`: include special tokens, or
+        those within these texts."""
+        hidden = {} if special is True else self.table.special
+        if not isinstance(special, bool):
+            hidden = {
+                one: index
+                for one, index in hidden.items()
+                if not any(one in text for text in special)
+            }
+        return Detokenizer(self, hidden, prompt)
 
     def prompt_text(self, prompt: Sequence[int]) -> str:
         """Return a prompt's text, without an incomplete last character."""
@@ -122,6 +132,10 @@ class TextCodec(Spelling):
         self._tokenizer = _tokenizer(tokenizer)
         self._byte_level = '"ByteLevel"' in json.dumps(self.decoder)
         self._pieces: dict[int, bytes] = {}
+
+    def has_token(self, text: str) -> bool:
+        """Return whether a text is one token."""
+        return self._tokenizer.token_to_id(text) is not None
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Return the token ids of text; `special`: with the tokenizer's special tokens around

@@ -1,4 +1,4 @@
-"""How models write thoughts and tool calls: the table `formats.toml`, and which row fits a model."""
+"""How models write thoughts and tool calls: the table `formats.toml`."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -93,4 +93,6 @@ def table() -> tuple[Sequence[Thoughts], Sequence[Family]]:
     """Return the rows of `formats.toml`."""
     text = Path(__file__).with_name("formats.toml").read_text(encoding="utf-8")
     rows = tomllib.loads(text)
-    return [Thoughts(**one) for one in rows["thoughts"]], [Family(**one) for one in rows["families"]]
+    return [Thoughts(**one) for one in rows["thoughts"]], [
+        Family(**one) for one in rows["families"]
+    ]

@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers.utils.chat_parsing import ResponseParser
-
 from dovetail.runtime.http.events import (
     CallArguments,
     CallBegun,
@@ -25,6 +23,13 @@ START = "\0"  # what precedes the part of a reply that the template has written
 PLAIN = re.compile(r"[^\s<\[{]+")  # text in which no marker begins
 UNREADABLE = (ValueError, KeyError)
 """What the parser raises for calls that it cannot read."""
+
+
+def load_parser() -> Any:
+    """Return transformers' class, which takes a second to import."""
+    from transformers.utils.chat_parsing import ResponseParser
+
+    return ResponseParser
 
 
 class ReplyParser:
@@ -86,9 +91,9 @@ class ReplyParser:
             yield text[place:end]
             place = end
 
-    def _new(self, prefix: str = "") -> ResponseParser:
+    def _new(self, prefix: str = "") -> Any:
         spec = {"start_anchor": START, "fields": self._form.fields}
-        return ResponseParser(spec, prefix, tools=self._tools)
+        return load_parser()(spec, prefix, tools=self._tools)
 
     def _note(self, one: Mapping[str, Any], events: list[Event], *, fed: bool) -> None:
         """Note an event of the parser. `fed`: the calls have read the letters of a chunk."""
