@@ -36,7 +36,7 @@ DOORS = {
     "sklearn": ("workers/training/stratify.py",),
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),
-    "uvicorn": ("runtime/http/server.py",),
+    "uvicorn": ("runtime/http/serving/server.py",),
     "uvloop": ("launch/commands/http.py", "launch/commands/router.py"),
     "httptools": ("runtime/router/upstream.py",),
     "prometheus_client": ("runtime/http/exposition.py",),

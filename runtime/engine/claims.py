@@ -274,5 +274,6 @@ class Claims:
             return False
         log = entry.log
         rows = min(held.rows, len(log) // TOKEN_BYTES)
-        worker.shelf.hold(Kept(held.session, log, rows, max(rows, held.rows), entry.owner))
+        scope = entry.owner if self._settings.share_prefixes == "key" else ""
+        worker.shelf.hold(Kept(held.session, log, rows, max(rows, held.rows), scope))
         return True

@@ -10,9 +10,11 @@ from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.request import Request, begun, check_ids, check_least, too_long
 
 
-def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
+def read_request(
+    submit: Submit, target: Worker, client: str = "", *, alone: bool = True
+) -> Request:
     """Return a client's request in tokens. Raises `RequestError` if it exceeds the target's limits.
-    `client`: its key, empty over ipc."""
+    `client`: its key, empty over ipc; `alone`: cached rows are reused for the same owner only."""
     if submit.vocabulary not in ("", target.facts.digest):
         has, asked = target.facts.digest[:16], submit.vocabulary[:16]
         text = (
@@ -41,7 +43,8 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
         record=submit.record,
         logprobs=submit.logprobs,
         scored=submit.scored,
-        owner=f"{client}/{submit.owner}",
+        owner=(owner := f"{client}/{submit.owner}"),
+        scope=owner if alone else "",
         constraint=submit.constraint,
     )
 
@@ -83,10 +86,12 @@ def _check_constraint(submit: Submit, constraint: Constraint, target: Worker) ->
         raise RequestError("constraint", f"{text}not end this reply: add it to `end`")
 
 
-def attempt(submit: Submit, target: Worker, client: str = "") -> Request | RequestError:
+def attempt(
+    submit: Submit, target: Worker, client: str = "", *, alone: bool = True
+) -> Request | RequestError:
     """Return the result or the error of `read_request`."""
     try:
-        return read_request(submit, target, client)
+        return read_request(submit, target, client, alone=alone)
     except RequestError as error:
         return error
     except BaseException as error:

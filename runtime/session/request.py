@@ -30,8 +30,8 @@ class Kept:
     rows: int
     tokens: int
     """Tokens that the worker may have in its log, including some beyond the end of the reply."""
-    owner: str = ""
-    """The owner of the request: no other owner may reuse it, or find out how much of a prompt was
+    scope: str = ""
+    """The scope of the request: no other scope may reuse it, or find out how much of a prompt was
     sent before."""
 
 
@@ -57,6 +57,8 @@ class Request:
     logprobs: int | None = None
     scored: bool = False
     owner: str = ""
+    scope: str = ""
+    """Whose cached rows the request may reuse: those of requests with the same scope."""
     least_capacity: int = 0
     constraint: Constraint | None = None
     packed: bytes = field(init=False, repr=False)

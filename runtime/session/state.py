@@ -184,7 +184,7 @@ class SessionState:
             self.packed(),
             rows,
             self.length + 1 + self.request.most_levels,
-            self.request.owner,
+            self.request.scope,
         )
 
     def packed(self, tokens: int | None = None) -> bytes:
