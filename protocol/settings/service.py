@@ -184,6 +184,22 @@ class HttpSettings(Frozen):
         "enable_thinking",
     )
 
+    special_tokens: bool = Field(
+        False,
+        description="control tokens in the messages of chats are control tokens of the prompt; "
+        "false: they are plain text",
+    )
+    reasoning: Literal["split", "inline"] = Field(
+        "split",
+        description="split: a model's thoughts are the reasoning_content of a reply; inline: they "
+        "are part of its text",
+    )
+    tools: Literal["constrained", "free"] = Field(
+        "constrained",
+        description="constrained: a grammar keeps tool calls to the schemas of their tools; free: "
+        "calls are read from what the model writes",
+    )
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _template_values(cls, value: str) -> str:

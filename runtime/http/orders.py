@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Submit
+from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Constraint, Submit
 from dovetail.protocol.noise import random_seed
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.http.asked import RequestTarget
@@ -27,11 +27,13 @@ from dovetail.runtime.text.tokenizer import NO_VALUES, against_values
 from dovetail.runtime.tools.conversation import (
     Reading,
     check_support,
+    is_thinking,
     reading_of,
     template_messages,
     thinking_values,
     tool_use,
 )
+from dovetail.runtime.tools.grammars import Refused, constraint_of
 from dovetail.runtime.tools.support import support_of
 
 COMPLETION_TOKENS = 16  # tokens of a text completion without `max_tokens`: OpenAI's default
@@ -54,12 +56,14 @@ class Defaults:
     ahead: bool | None = None
     """True if drafting continues while the target verifies; None: if that pays off."""
     template: Mapping[str, Any] = field(default_factory=dict)  # values for the chat template
+    fit: bool = True
+    """False: refuse a max_tokens that does not fit into the context instead of lowering it."""
     special_tokens: bool = False
     """True: control tokens in messages are control tokens of the prompt."""
     reasoning: Literal["split", "inline"] = "split"
     """Whether thoughts are kept apart from the text of a reply."""
-    fit: bool = True
-    """False: refuse a max_tokens that does not fit into the context instead of lowering it."""
+    tools: Literal["constrained", "free"] = "constrained"
+    """Whether a grammar keeps calls to the tools' schemas."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,17 @@ def chat_order(body: ChatBody, target: RequestTarget, defaults: Defaults, owner:
         raise ApiError(
             400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs"
         )
-    prompt, reading = _conversation(body, target, defaults)
+    prompt, reading, constraint = _conversation(body, target, defaults)
     most = getattr(body, _length_field(body)) or defaults.sampling.max_tokens
     _check_room(body, [prompt], target, defaults)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     order = _order(
         "chat", body, [prompt], target, defaults, owner=owner, most=most, logprobs=logprobs
     )
+    if constraint is not None:
+        given = {"constraint": constraint}
+        submits = tuple(submit.model_copy(update=given) for submit in order.submits)
+        order = replace(order, submits=submits)
     return replace(order, reading=reading)
 
 
@@ -295,17 +303,36 @@ def _end(body: Decoding, target: RequestTarget) -> tuple[int, ...] | None:
 
 def _conversation(
     body: ChatBody, target: RequestTarget, defaults: Defaults
-) -> tuple[tuple[int, ...], Reading | None]:
-    """Return the prompt of a chat, and how its reply is read."""
+) -> tuple[tuple[int, ...], Reading | None, Constraint | None]:
+    """Return the prompt of a chat, how its reply is read, and the grammar of its calls."""
     use = tool_use(body)
+    support = support_of(target.text)
+    check_support(use, support)
     with _refusing("messages"):
         text = _rendered(
             body, target, defaults, tools=use.shown or None, values=thinking_values(body)
         )
         prompt = _checked(target.text.encode_rendered(text), target)
-    support = support_of(target.text)
-    check_support(use, support)
-    return prompt, reading_of(use, support, text, split=defaults.reasoning == "split")
+    reading = reading_of(use, support, text, split=defaults.reasoning == "split")
+    if reading is None or reading.form.family is None:
+        return prompt, reading, None
+    if defaults.tools == "free":
+        if use.required:
+            why = "a call cannot be demanded without a grammar (http.tools is free)"
+            raise ApiError(400, f"{why}: leave tool_choice out", param="tool_choice")
+        return prompt, reading, None
+    with _refusing("tools"):
+        try:
+            family, thinking = reading.form.family, is_thinking(support.thoughts, text)
+            constraint = constraint_of(
+                use, family, support.thoughts, target.text, thinking=thinking
+            )
+        except Refused as error:
+            place = f"tools[{error.place}].function.parameters"
+            raise ApiError(
+                400, f"{place}: {error}", param=place, code="unsupported_schema"
+            ) from None
+    return prompt, reading, constraint
 
 
 def _rendered(

@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.runtime.http.bodies import ChatBody, ChatMessage, NamedFunction, ToolChoice
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.tools.formats import Format
+from dovetail.runtime.tools.formats import Format, Thoughts
 from dovetail.runtime.tools.parser import ReplyParser, load_parser
 from dovetail.runtime.tools.support import Support
 
@@ -101,8 +101,12 @@ def reading_of(use: ToolUse, support: Support, rendered: str, *, split: bool) ->
     if thoughts is None and family is None:
         return None
     load_parser()
-    thinking = thoughts is not None and rendered.rstrip().endswith(thoughts.open)
-    return Reading(Format(thoughts, family), use, thinking)
+    return Reading(Format(thoughts, family), use, is_thinking(thoughts, rendered))
+
+
+def is_thinking(thoughts: Thoughts | None, rendered: str) -> bool:
+    """Return whether a prompt ends within thoughts, which its template has opened."""
+    return thoughts is not None and rendered.rstrip().endswith(thoughts.open)
 
 
 def check_support(use: ToolUse, support: Support) -> None:
