@@ -36,6 +36,8 @@ class Family:
     argument: Sequence[str] = ()
     reply: Sequence[str] = ()
     turn: str = ""
+    close_after: bool = False
+    """True if what follows the calls is no part of the last one."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Format:
                     "close_pattern": f"{BLANK}{escape(pair[1])}{BLANK}",
                 }
         if self.family is not None:
+            if self.family.close_after:
+                fields["after"] = {"open": self.family.around[1]}
             fields["tool_calls"] = dict(self.family.calls)
         return fields
 

@@ -18,6 +18,10 @@ NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 """The arguments of a function without parameters, as in OpenAI's API."""
 UNKNOWN = {"type": "object"}
 SPACES = '("\\n" | "\\n\\n")?'
+LOOSER = {
+    "tags": "lengths and patterns of texts are not enforced in this model's format",
+    "gemma": "only names, types and enums are enforced in this model's format",
+}
 KIND = "tools"
 QUOTE = '<|"|>'  # what begins and ends a string in Gemma's form
 
@@ -47,6 +51,7 @@ def constraint_of(
         parameters, why = _followed(tool["function"], vocabulary)
         if why and tool["function"].get("strict"):
             raise Refused([*use.shown].index(tool), why)
+        why = why or LOOSER.get(family.arguments, "")
         relaxed += [f"{tool['function']['name']}: {why}"[:500]] if why else []
         written.add_tool(tool["function"]["name"], parameters)
     grammar = of_lark(written.whole(use, thinking=thinking))

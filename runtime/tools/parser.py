@@ -138,7 +138,7 @@ class ReplyParser:
         if calls is not None:
             events += calls.close()
         else:
-            index, arguments = self._count - 1, value["arguments"]
+            index, arguments = self._count - 1, value["function"]["arguments"]
             written = json.dumps(arguments, ensure_ascii=False)
             events += [CallArguments(index, written), CallEnded(index)]
         self._held = self._behind("tool_calls", "close")

@@ -57,7 +57,9 @@ def support_of(text: TextCodec) -> Support:
     """Return what the chat template of a model can do, by rendering a call and reading it back."""
     template = text.facts.template
     thoughts, families = table()
-    own = next((one for one in thoughts if one.open in template or _are_tokens(one, text)), None)
+    in_template = (one for one in thoughts if one.open in template)
+    in_vocabulary = (one for one in thoughts if _are_tokens(one, text))
+    own = next(in_template, None) or next(in_vocabulary, None)
     if not template:
         return Support(own, None, NO_TEMPLATE)
     if "tools" not in template:

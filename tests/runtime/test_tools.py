@@ -1,6 +1,7 @@
 """Tools and reasoning: every family's calls are found by a round trip, read the same however the
 text arrives, and kept to their schemas by a grammar."""
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from transformers.utils.chat_parsing import parse_response
 from dovetail.launch.settings.models import TARGET_FOLDER
 from dovetail.protocol.grammar import GrammarVocabulary
 from dovetail.protocol.messages import VocabularyFacts
-from dovetail.runtime.http.events import Event, Text, blocks_of
+from dovetail.runtime.http.events import CallArguments, Event, Text, blocks_of
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.runtime.tools.conversation import ToolUse
 from dovetail.runtime.tools.formats import Format, table
@@ -36,6 +37,7 @@ TEXTS = st.text(st.sampled_from("ab \n<>{}[]\"'\\é|/_:,"), max_size=12)
 def codec(family: str, *, special: bool = True) -> TextCodec:
     """The embedded vocabulary with a family's template; `special`: its markers are tokens."""
     tokenizer = Tokenizer.from_file(str(TARGET_FOLDER / "tokenizer.json"))
+    special = special and family != "llama"  # whose vocabulary has none of them
     tokenizer.add_special_tokens([*MARKERS] if special else [])
     end = "<|call|>" if special and family == "harmony" else "<|begin|>"
     facts = VocabularyFacts(
@@ -56,7 +58,7 @@ def read(support: Support, text: str, cuts: Sequence[int] = ()) -> list[tuple[An
     """The blocks of a reply that arrives in pieces."""
     places = sorted({0, *(cut % (len(text) + 1) for cut in cuts), len(text)})
     reader, events = parser(support), list[Event]()
-    for begin, end in zip(places, places[1:], strict=False):
+    for begin, end in itertools.pairwise(places):
         events += reader.feed(text[begin:end])
     return shown([*events, *reader.end()])
 
@@ -105,7 +107,7 @@ def test_a_family_is_found_by_a_round_trip_of_a_call(family: str, special: bool)
     support = support_of(codec(family, special=special))
     assert support.family is not None, support.why_no_tools
     assert support.family.name == family
-    assert support.thoughts is not None
+    assert (support.thoughts is None) == (family == "llama")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_a_template_without_calls_that_can_be_read_has_no_tools(template: str, w
 
 @pytest.mark.parametrize("family", TEMPLATES)
 @given(place=TEXTS, cuts=st.lists(st.integers(0, 400), max_size=8), several=st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_what_a_template_writes_is_read_the_same_in_any_pieces(
     family: str, place: str, cuts: list[int], several: bool
 ) -> None:
@@ -136,21 +138,23 @@ def test_what_a_template_writes_is_read_the_same_in_any_pieces(
     several = several and support.family.parallel
     if support.family.arguments != "json":  # a string is what stands between its tags
         place = "".join(one for one in place if one.isalnum() or one in "{}'") or "x"
-    text = written(family, message(place, several=several, thoughts="hmm a"))
+    thoughts = "hmm a" if support.thoughts is not None else ""
+    text = written(family, message(place, several=several, thoughts=thoughts))
     whole = read(support, text)
-    assert whole[0] == ("reasoning", "hmm a")
+    if thoughts:
+        assert whole.pop(0) == ("reasoning", thoughts)
     expected: list[tuple[str, Any]] = [("get_weather", {"place": place, "days": 3})]
     assert calls(whole) == expected + [("now", {})] * several
-    assert [one[0] for one in whole[1:]] == ["call"] * (1 + several)
-    assert read(support, text, cuts) == whole
-    assert read(support, text, range(len(text))) == whole
+    assert [one[0] for one in whole] == ["call"] * (1 + several)
+    assert read(support, text, cuts)[bool(thoughts) :] == whole
+    assert read(support, text, range(len(text)))[bool(thoughts) :] == whole
 
 
 @pytest.mark.parametrize("family", [name for name in TEMPLATES if name not in ("harmony", "llama")])
 @given(
     text=st.text(st.sampled_from("ab <|_tool_call>[]{}/\n"), max_size=30), cut=st.integers(0, 30)
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_no_text_is_lost(family: str, text: str, cut: int) -> None:
     support = support_of(codec(family))
     found = read(support, text, [cut])
@@ -189,7 +193,8 @@ def test_arguments_leave_while_they_are_written() -> None:
     reader = parser(support_of(codec("hermes")))
     begun = reader.feed('<tool_call>\n{"name": "get_weather", "arguments": {"place": "Pa')
     assert shown(begun) == [("call", "get_weather", "id0000000", '{"place": "Pa')]
-    assert shown(reader.feed('ris"')) == [("call", "get_weather", "id0000000", 'ris"')] or True
+    (more,) = reader.feed('ris"')
+    assert more == CallArguments(0, 'ris"')
 
 
 def test_thoughts_that_the_prompt_has_opened_are_reasoning() -> None:
@@ -206,25 +211,29 @@ def test_calls_are_those_of_transformers(family: str) -> None:
     spec = {"start_anchor": "\0", "fields": Format(None, support.family).fields}
     told = parse_response(text, spec, prefix="", tools=[*TOOLS])["tool_calls"]
     flat = [one for part in told for one in (part if isinstance(part, list) else [part])]
-    assert calls(read(support, text)) == [(one["name"], one["arguments"]) for one in flat]
+    functions = [one.get("function", one) for one in flat]
+    assert calls(read(support, text)) == [(one["name"], one["arguments"]) for one in functions]
 
 
 # -- grammars --------------------------------------------------------------------------------------
 
 
-def walk(text: TextCodec, grammar: str, seed: int, most: int = 220) -> str | None:
-    """A reply of random allowed tokens, mostly short ones; None if it did not end."""
+def walk(text: TextCodec, grammar: str, seed: int, most: int = 200) -> str | None:
+    """A reply of random allowed tokens, which closes what it has opened; None if it did not end."""
     chosen, said = random.Random(seed), list[int]()
     matcher = GrammarVocabulary.of(text.content, text.facts).matcher(grammar)
-    ends = {*text.facts.end}
+    closing = [text.encode(one, special=False)[0] for one in ('"', "}", "]", "<", "</", '"}', ">")]
+    (end,) = text.facts.end
     while len(said) < most:
-        allowed = [int(token) for token in np.flatnonzero(matcher.allowed())]
-        if ends.intersection(allowed) and (chosen.random() < 0.5 or len(allowed) == 1):
+        allowed = matcher.allowed()
+        free = np.flatnonzero(allowed)
+        if allowed[end] and (len(free) == 1 or chosen.random() < 0.5):
             return text.decode(said, special=True)
-        free = [token for token in allowed if token not in ends]
-        close = [one for one in free if text.token(one) in ('"', '"}', "}", ">", "</", "]", "<")]
-        said.append(chosen.choice(close if close and chosen.random() < 0.3 else free))
-        matcher.consume(said[-1:])
+        close = [token for token in closing if allowed[token]]
+        token = int(chosen.choice(close if close and chosen.random() < 0.5 else free))
+        if token != end:
+            said.append(token)
+            matcher.consume([token])
     return None
 
 
@@ -237,7 +246,7 @@ def test_whatever_the_grammar_allows_is_read_as_a_valid_call(family: str, specia
     constraint = constraint_of(
         ToolUse(TOOLS, TOOLS, required=True), support.family, None, text, thinking=False
     )
-    for seed in range(12):
+    for seed in range(4):
         if (said := walk(text, constraint.grammar, seed)) is None:
             continue
         ended += 1
@@ -245,7 +254,10 @@ def test_whatever_the_grammar_allows_is_read_as_a_valid_call(family: str, specia
         assert found, said
         assert {one[0] for one in found} == {"call"}, said
         for name, arguments in calls(found):
-            if name == "get_weather":
+            if name == "get_weather" and family == "gemma":
+                assert {"place", "days"} <= {*arguments} <= {"place", "days", "unit"}
+                assert type(arguments["days"]) is int
+            elif name == "get_weather":
                 jsonschema.validate(arguments, WEATHER["function"]["parameters"])
             else:
                 assert (name, arguments) == ("now", {})
@@ -265,7 +277,7 @@ def test_the_grammar_allows_what_the_template_writes(
     constraint = constraint_of(use, support.family, support.thoughts, text, thinking=False)
     vocabulary = GrammarVocabulary.of(text.content, text.facts)
     several = support.family.parallel
-    for thoughts in ("", "hmm"):
+    for thoughts in ("", "hmm") if support.thoughts is not None else ("",):
         reply = written(family, message("Rome", several=several, thoughts=thoughts))
         reply = reply.removesuffix("<|call|>").rstrip("\n").replace("Rome", "Ro</x>me")
         if family == "mistral_list":
@@ -290,8 +302,9 @@ def test_a_grammar_allows_the_tools_of_the_choice_alone() -> None:
     family = FAMILIES["hermes"]
     one = ToolUse(TOOLS, (NOW,), required=True, parallel=False)
     constraint = constraint_of(one, family, None, text, thinking=False)
-    said = {walk(text, constraint.grammar, seed) for seed in range(6)}
-    assert said == {'<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'}
+    said = {walk(text, constraint.grammar, seed) or "" for seed in range(6)}
+    blank = {"".join(one.split()) for one in said}
+    assert blank == {'<tool_call>{"name":"now","arguments":{}}</tool_call>'}
 
 
 def tool(parameters: Any, *, strict: bool) -> dict[str, Any]:

@@ -68,6 +68,7 @@ THOUGHTS: Mapping[str, tuple[str, str]] = {
     "gemma": ("<|channel>thought\n", "<channel|>"),
     "harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     "mistral": ("[THINK]", "[/THINK]"),
+    "llama": ("", ""),
 }
 TEMPLATES: Mapping[str, str] = {
     name: TURNS.replace("CALLS", calls)
