@@ -10,10 +10,19 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
+from dovetail.runtime.http.apis.anthropic import add_anthropic
 from dovetail.runtime.http.apis.documents import Documented, documented
+from dovetail.runtime.http.apis.responses import add_responses
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.dashboard import Watch, add_dashboard, page_files
-from dovetail.runtime.http.errors import ApiError, complaint, not_served, place, wrong_method
+from dovetail.runtime.http.errors import (
+    ApiError,
+    complaint,
+    not_served,
+    place,
+    shaped,
+    wrong_method,
+)
 from dovetail.runtime.http.exposition import CONTENT_TYPE
 from dovetail.runtime.http.service import Service, json_response
 from dovetail.runtime.http.serving.guard import OPEN_PATHS, OWNER, App, Guard, shared
@@ -36,6 +45,8 @@ def open_app(service: Service) -> App:
     _add_completions(app, service)
     _add_texts(app, service)
     _add_state(app, service)
+    add_anthropic(app, service)
+    add_responses(app, service)
     _add_errors(app)
     open_paths = OPEN_PATHS
     if terms.dashboard != "off":
@@ -153,15 +164,15 @@ UNPARSED = "There was an error parsing the body"
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def known(_: Request, error: ApiError) -> Response:
-        return json_response(error.body, error.status, error.headers)
+    async def known(request: Request, error: ApiError) -> Response:
+        return json_response(shaped(error, request.url.path), error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first, *others = _most_telling(error.errors())
         field = place(first["loc"])
         text = _no_object(request, first) if field is None else f"{field}{complaint(first, others)}"
-        return json_response(ApiError(400, text, param=field).body, 400)
+        return await known(request, ApiError(400, text, param=field))
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:

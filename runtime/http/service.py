@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.protocol.messages import Emitted, Reported
 from dovetail.runtime.http.apis.openai import open_writer
-from dovetail.runtime.http.apis.writers import Writer
+from dovetail.runtime.http.apis.writers import OpenWriter, Writer
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.dashboard import Shown
@@ -44,11 +44,7 @@ SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer
 REFUSAL_S = 1.0  # seconds without a token after which a stream's head, with its status, is sent
 SILENCE_S = 15.0  # seconds after which a silent stream gets a comment, for proxies (HTML standard)
 CLIENT_GONE = 499  # nginx's status; the client has gone
-EVENT_STREAM = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # headers of a stream
 
 ChatOrTextBody = ChatBody | CompletionBody
 R = TypeVar("R")
@@ -105,10 +101,14 @@ class Service:
             raise ApiError(404, text, param="model", code="model_not_found")
         return target
 
-    async def answer(self, body: ChatOrTextBody, request: Request) -> Response:
-        """Return the response to a completion, or its rest if there is a Last-Event-ID."""
-        if not (event := request.headers.get("last-event-id", "")):
-            return await self._answer(body, request)
+    async def answer(
+        self, body: ChatOrTextBody, request: Request, write: OpenWriter | None = None
+    ) -> Response:
+        """Return the response to a completion, or its rest if there is a Last-Event-ID. `write`: in
+        the form of another API, which has no such ids."""
+        event = request.headers.get("last-event-id", "")
+        if not event or write is not None:
+            return await self._answer(body, request, write=write or open_writer)
         name, _ = read_event_id(event)
         if not name:
             raise no_event(event)
@@ -133,7 +133,11 @@ class Service:
         return await self._answer(body, request, Resumed(name, created, places))
 
     async def _answer(
-        self, body: ChatOrTextBody, request: Request, resumed: Resumed | None = None
+        self,
+        body: ChatOrTextBody,
+        request: Request,
+        resumed: Resumed | None = None,
+        write: OpenWriter = open_writer,
     ) -> Response:
         run = Run(self.gateway)
         self.runs.add(run)
@@ -150,11 +154,11 @@ class Service:
 
         try:
             owner = request.scope.get(OWNER, "")
-            writer, model = await self._begin(body, run, owner, resumed)
+            writer, model = await self._begin(body, run, owner, resumed, write)
             answer = Answer(run, writer, self.exposition, model)
             if body.stream:
                 request.scope[UNREAD] = partial(run.fail, unread(self.connections.receive_s))
-                return Stream(answer, done)
+                return Stream(answer, writer.content_type, done)
             whole = await answer.whole()
         except Gone:
             done()
@@ -166,7 +170,12 @@ class Service:
         return json_response(whole)
 
     async def _begin(
-        self, body: ChatOrTextBody, run: Run, owner: str, resumed: Resumed | None
+        self,
+        body: ChatOrTextBody,
+        run: Run,
+        owner: str,
+        resumed: Resumed | None,
+        write: OpenWriter,
     ) -> tuple[Writer, str]:
         """Start the replies and wait for the first message; start again if the target changes."""
         for _ in range(2):
@@ -182,9 +191,15 @@ class Service:
                 self.gateway.forget_target()
                 continue
             places = resumed.places if resumed is not None else ()
-            writer = open_writer(order, target, self.name_of(target), places)
+            writer = write(order, target, self.name_of(target), places)
             return writer, self.name_of(target)
         raise unavailable("the target's vocabulary keeps changing: try again later")
+
+    async def prompt_of(self, body: ChatBody, request: Request) -> tuple[int, ...]:
+        """Return the token ids of a chat's prompt."""
+        target = await self.target(body.model)
+        order = await self._order(body, target, request.scope.get(OWNER, ""))
+        return order.submits[0].tokens or ()
 
     async def _order(self, body: ChatOrTextBody, target: RequestTarget, owner: str) -> Order:
         def read() -> Order:
@@ -321,6 +336,8 @@ class Answer:
         """Yield the response as it is decoded, with comments while nothing arrives; any error is
         last."""
         try:
+            if opening := self._writer.opening():
+                yield opening.encode()
             while True:
                 try:
                     heard = await self._run.take(SILENCE_S)
@@ -349,10 +366,10 @@ class Answer:
 
 
 class Stream(Response):
-    """Server-sent events, written as they arrive; `done` is called in any case at the end."""
+    """A response written as it arrives; `done` is called in any case at the end."""
 
-    def __init__(self, answer: Answer, done: Callable[[], None]) -> None:
-        super().__init__(headers=EVENT_STREAM)
+    def __init__(self, answer: Answer, content_type: str, done: Callable[[], None]) -> None:
+        super().__init__(headers={"content-type": content_type, **STREAMED})
         del self.headers["content-length"]
         self._answer, self._done = answer, done
 

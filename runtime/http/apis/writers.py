@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 from dovetail.protocol.messages import Result
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.events import Event
+from dovetail.runtime.http.events import Blocks, Change, Event
 from dovetail.runtime.http.orders import Order
 from dovetail.runtime.http.replies import Part, Reply, ShownToken
 from dovetail.runtime.http.resuming import StreamPlace
 
 COMMENT = b": no token yet\n"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 OpenWriter = Callable[[Order, RequestTarget, str, Sequence[StreamPlace | None]], "Writer"]
 """Returns the writer of an order's response; its last argument: how much of each reply a returning
@@ -31,10 +32,15 @@ def sse(value: dict[str, Any]) -> bytes:
     return f"data: {compact(value)}\n\n".encode()
 
 
+def typed(value: dict[str, Any]) -> str:
+    """Return one server-sent event that is named after the `type` of its data."""
+    return f"event: {value['type']}\ndata: {compact(value)}\n\n"
+
+
 class Writer(ABC):
     """Writes one response, streamed or whole, in the form of an API."""
 
-    content_type: ClassVar[str] = "text/event-stream; charset=utf-8"  # of a stream
+    content_type: ClassVar[str] = EVENT_STREAM  # of a stream
 
     def __init__(
         self,
@@ -106,6 +112,59 @@ class Writer(ABC):
         tokens = sum(len(self._order.submits[reply.index].tokens or ()) for reply in first)
         results = [reply.result for reply in first if reply.result is not None]
         return tokens, sum(result.reused_tokens for result in results)
+
+
+class BlockWriter(Writer):
+    """Writes one reply as a sequence of blocks."""
+
+    def __init__(
+        self,
+        order: Order,
+        target: RequestTarget,
+        model: str,
+        places: Sequence[StreamPlace | None] = (),
+    ) -> None:
+        super().__init__(order, target, model, places)
+        self._blocks = Blocks()
+
+    @property
+    def _result(self) -> Result:
+        """The result of the reply, once it has ended."""
+        result = self.replies[0].result
+        assert result is not None
+        return result
+
+    @property
+    def _calls(self) -> bool:
+        """Whether the reply has a tool call."""
+        return any(block.call is not None for block in self._blocks.all)
+
+    def lines(self, reply: Reply, part: Part | None) -> str:
+        """Return the changes of blocks, and the end of the reply."""
+        if part is None:
+            return ""
+        lines = "".join(map(self._change, self._blocks.take(part.events)))
+        if part.ended is not None:
+            lines += "".join(map(self._change, self._blocks.end())) + self._ended()
+        return lines
+
+    def last_lines(self) -> bytes:
+        """Return nothing: a reply's end is the stream's."""
+        return b""
+
+    def keep(self, reply: Reply, part: Part | None) -> None:
+        """Store the new part of a reply."""
+        if part is not None:
+            for _ in self._blocks.take(part.events):
+                pass
+
+    @abstractmethod
+    def _change(self, change: Change) -> str:
+        """Return the lines of a change."""
+
+    @abstractmethod
+    def _ended(self) -> str:
+        """Return the lines after the last block."""
 
 
 def metrics_of(result: Result, gamma: int, *, failure: bool = False) -> dict[str, Any]:
