@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from dovetail.protocol.messages import MAX_ENDS, MAX_STOPS, MAX_TOKENS, MAX_TOP, MAX_TURNS
 from dovetail.protocol.settings import MAX_BIASES
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.fields import BENIGN, check_fields
+from dovetail.runtime.http.fields import BENIGN, check_fields, renamed
 
 MAX_CHOICES = 128  # replies to one request: prompts times n
 LONGEST_KIND = 40  # characters of an unknown type that an error shows
@@ -69,9 +69,15 @@ class Body(BaseModel):
     def _known(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        body = cls._named(body)
         if cls._is_read(body):
             check_fields(body, cls.model_fields, benign=cls.benign, param=cls.place)
         return {name: whole(value) for name, value in body.items()}
+
+    @classmethod
+    def _named(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields under our names."""
+        return body
 
     @classmethod
     def _is_read(cls, _body: dict[str, Any]) -> bool:
@@ -151,6 +157,10 @@ class Decoding(Body):
         | None
     ) = Field(None, description="token id -> bias added to its logit")
     dovetail: Wishes | None = None
+
+    @classmethod
+    def _named(cls, body: dict[str, Any]) -> dict[str, Any]:
+        return renamed(body)
 
     @model_validator(mode="before")
     @classmethod

@@ -37,6 +37,7 @@ NAMES: Mapping[str, str] = {
     "call": "response.function_call_arguments",
 }
 """Kind of a block -> beginning of the names of its events."""
+NO_LOGPROBS: Mapping[str, Sequence[Any]] = {"logprobs": []}
 Object = dict[str, Any]
 
 
@@ -305,7 +306,7 @@ class ResponsesWriter(BlockWriter):
         at = {"output_index": block.index, "item_id": self._id(block)}
         index = {"output_index": block.index}
         part = at if block.call is not None else {**at, "content_index": 0}
-        kind, logprobs = NAMES[block.kind], {"logprobs": []} if block.kind == "text" else {}
+        kind, logprobs = NAMES[block.kind], NO_LOGPROBS if block.kind == "text" else {}
         match change.what:
             case "begin":
                 empty = self._item(Block(block.kind, block.index, block.call), "in_progress")
