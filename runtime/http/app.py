@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from dovetail.runtime.http.apis.anthropic import add_anthropic
 from dovetail.runtime.http.apis.documents import Documented, documented
+from dovetail.runtime.http.apis.ollama import add_ollama
 from dovetail.runtime.http.apis.responses import add_responses
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.dashboard import Watch, add_dashboard, page_files
@@ -47,6 +48,7 @@ def open_app(service: Service) -> App:
     _add_state(app, service)
     add_anthropic(app, service)
     add_responses(app, service)
+    add_ollama(app, service)
     _add_errors(app)
     open_paths = OPEN_PATHS
     if terms.dashboard != "off":
