@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from dovetail.runtime.http.apis.anthropic import add_anthropic
 from dovetail.runtime.http.apis.documents import Documented, documented
+from dovetail.runtime.http.apis.llama_server import add_llama_server
 from dovetail.runtime.http.apis.ollama import add_ollama
 from dovetail.runtime.http.apis.responses import add_responses
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -49,6 +50,7 @@ def open_app(service: Service) -> App:
     add_anthropic(app, service)
     add_responses(app, service)
     add_ollama(app, service)
+    add_llama_server(app, service)
     _add_errors(app)
     open_paths = OPEN_PATHS
     if terms.dashboard != "off":
@@ -75,11 +77,13 @@ def open_app(service: Service) -> App:
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
+    @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions", **documented("chat"))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The reply to a conversation."""
         return await service.answer(body, request)
 
+    @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions", **documented("text"))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """The continuation of a text."""
@@ -104,11 +108,15 @@ def _streamed(asked: bool | None, request: Request) -> bool:
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
+    @app.get("/models", include_in_schema=False)
     @app.get("/v1/models", **documented("models"))
     async def models() -> Response:
-        """The served model, in a list."""
-        return json_response({"object": "list", "data": [await service.model()]})
+        """The served model and its aliases, in a list."""
+        model = await service.model()
+        also = [{**model, "id": name} for name in service.terms.aliases.listed(model["id"])]
+        return json_response({"object": "list", "data": [model, *also]})
 
+    @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}", **documented("model"))
     async def model(name: str) -> Response:
         """The served model."""

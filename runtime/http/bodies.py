@@ -308,6 +308,7 @@ class TokenizeBody(Body):
 
     model: str | None = Field(None, max_length=512)
     prompt: str | None = None
+    content: str | None = Field(None, description="a prompt, in llama-server's form")
     messages: (
         Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
         | None
@@ -320,6 +321,9 @@ class TokenizeBody(Body):
     )
     chat_template_kwargs: TemplateValues | None = None
     return_token_strs: bool = False
+    add_special: bool = Field(False, description="the same, of `content`")
+    parse_special: Literal[True] = True
+    with_pieces: bool = Field(False, description="return the text of each token of `content`")
 
 
 class DetokenizeBody(Body):

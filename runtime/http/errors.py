@@ -85,13 +85,16 @@ OTHERS: Mapping[str, Sequence[str]] = {
     "/v1/messages": (),
     "/v1/models": (),
     "/api/generate": (),
-    "/api/chat": ("/chat",),
+    "/api/chat": (),
     "/api/tags": (),
     "/completion": (),
     "/tokenize": (),
     "/detokenize": (),
 }
 """Served paths, with the endings of corresponding paths in other APIs."""
+
+
+EMBEDDINGS = ("/embeddings", "/embedding", "/embed", "/rerank", "/reranking", "/pooling")
 
 
 def wrong_method(method: str, path: str, allow: str) -> ApiError:
@@ -104,8 +107,11 @@ def wrong_method(method: str, path: str, allow: str) -> ApiError:
 def not_served(method: str, path: str) -> ApiError:
     """Return a 404 error that names the path that was probably intended."""
     end, hint = path.rstrip("/"), "/openapi.json lists what is"
+    if end.endswith(EMBEDDINGS):
+        text = "embeddings are not computed here, since the model writes text: use another server"
+        return ApiError(404, f"{method} {path} is not served here: {text}")
     for served, others in OTHERS.items():
-        if end.endswith((served.removeprefix("/v1"), *others)):
+        if end.endswith((served.removeprefix("/v1").removeprefix("/api"), *others)):
             hint = f"{served} is"
             break
     return ApiError(404, f"{method} {path} is not served here: {hint}")

@@ -128,9 +128,12 @@ def completion_order(
 
 def tokens_of(body: TokenizeBody, target: RequestTarget, defaults: Defaults) -> tuple[int, ...]:
     """Return the token ids of a text or of messages."""
-    if (body.prompt is None) == (body.messages is None):
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
         raise ApiError(400, "give either a prompt or messages", param="prompt")
-    with _refusing("prompt" if body.prompt is not None else "messages"):
+    with _refusing(given[0]):
+        if body.content is not None:
+            return target.text.encode(body.content, special=body.add_special)
         if body.prompt is not None:
             return target.text.encode(body.prompt, special=body.add_special_tokens)
         return _rendered(body, target, defaults.template, reply=body.add_generation_prompt)

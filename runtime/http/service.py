@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from dovetail.protocol.messages import Emitted, Reported
 from dovetail.runtime.http.apis.openai import open_writer
 from dovetail.runtime.http.apis.writers import OpenWriter, Writer
-from dovetail.runtime.http.asked import RequestTarget
+from dovetail.runtime.http.asked import Aliases, RequestTarget
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.dashboard import Shown
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
@@ -39,6 +39,7 @@ from dovetail.runtime.http.serving.guard import OWNER, STRAIGHT, UNREAD
 from dovetail.runtime.http.serving.server import Connections
 from dovetail.runtime.telemetry.picture import folder_name, load_of
 from dovetail.runtime.text.templates import RENDERERS
+from dovetail.runtime.text.tokenizer import TextCodec
 
 SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread
 REFUSAL_S = 1.0  # seconds without a token after which a stream's head, with its status, is sent
@@ -48,6 +49,9 @@ STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # headers o
 
 ChatOrTextBody = ChatBody | CompletionBody
 R = TypeVar("R")
+
+
+NO_ALIASES = Aliases()
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Terms:
     called: Callable[[str], str] = folder_name  # returns a model's name in the dashboard
     version: str = ""
     keys: Sequence[str] = ()
+    aliases: Aliases = NO_ALIASES
+    """Other names of models."""
     deadline_s: float = 600.0
     most_body_bytes: int = 8 << 20
     only_local_names: bool = False
@@ -96,8 +102,13 @@ class Service:
         """Return the target; raise `ApiError` if there is none, or if a client requests another
         model."""
         target = await self.gateway.target()
-        if model is not None and model not in (self.name_of(target), target.described.model):
-            text = f"there is no model {model!r} here: {self.name_of(target)!r} is served"
+        name = self.name_of(target)
+        if (
+            model is not None
+            and model not in (name, target.described.model)
+            and not self.terms.aliases.covers(model, name)
+        ):
+            text = f"there is no model {model!r} here: {name!r} is served"
             raise ApiError(404, text, param="model", code="model_not_found")
         return target
 
@@ -226,6 +237,9 @@ class Service:
         tokens = await self._read(
             lambda: tokens_of(body, target, self.terms.defaults), body, request.scope.get(OWNER, "")
         )
+        if body.content is not None:
+            pieces = [{"id": one, "piece": _piece(target.text, one)} for one in tokens]
+            return {"tokens": pieces if body.with_pieces else list(tokens)}
         words = [target.text.token(token) for token in tokens] if body.return_token_strs else None
         return {
             "count": len(tokens),
@@ -247,11 +261,10 @@ class Service:
                 f"token id {beyond} is beyond the vocabulary of {target.described.vocabulary.size}",
                 param="tokens",
             )
-        return {
-            "prompt": await _here_or_elsewhere(
-                lambda: target.text.decode(body.tokens, special=True), len(body.tokens)
-            )
-        }
+        text = await _here_or_elsewhere(
+            lambda: target.text.decode(body.tokens, special=True), len(body.tokens)
+        )
+        return {"prompt": text, "content": text}  # vLLM's field, and llama-server's
 
     async def model(self, name: str | None = None) -> dict[str, Any]:
         """Return the served model, as OpenAI lists it."""
@@ -386,6 +399,15 @@ class Stream(Response):
             self._done()
 
 
+def _piece(text: TextCodec, token: int) -> str | list[int]:
+    """Return a token as text; as its bytes, if it is not valid text."""
+    piece = text.piece(token)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
 async def _until_gone(request: Request, run: Run) -> None:
     """End a run when its client leaves."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -403,6 +425,8 @@ async def _here_or_elsewhere(work: Callable[[], R], size: int) -> R:
 def _size(body: ChatOrTextBody | TokenizeBody) -> int:
     """Return the number of characters or token ids to read; 0 for a chat."""
     given = body.prompt if isinstance(body, CompletionBody | TokenizeBody) else None
+    if isinstance(body, TokenizeBody) and given is None:
+        given = body.content
     if isinstance(given, list):
         return sum(1 if isinstance(part, int) else len(part) for part in given)
     return len(given or "")

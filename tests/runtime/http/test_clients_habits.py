@@ -157,20 +157,17 @@ def test_head_has_the_headers_of_get(server: Api, path: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "served"),
     [
-        ("POST", "/chat/completions", CHATS),
         ("POST", "/v1/v1/chat/completions/", CHATS),
         ("POST", "/v1/chat/completion", CHATS),
-        ("POST", "/api/chat", CHATS),
-        ("POST", "/v1/responses", CHATS),
-        ("POST", "/v1/messages", CHATS),
-        ("POST", "/completions", TEXTS),
-        ("POST", "/completion", TEXTS),
-        ("POST", "/generate", TEXTS),
-        ("GET", "/models", "/v1/models"),
-        ("GET", "/api/tags", "/v1/models"),
+        ("POST", "/chat", "/api/chat"),
+        ("POST", "/v1/v1/responses", "/v1/responses"),
+        ("POST", "/messages", "/v1/messages"),
+        ("POST", "/generate", "/api/generate"),
+        ("GET", "/v1/tags", "/api/tags"),
         ("POST", "/v1/tokenize", "/tokenize"),
-        ("POST", "/embeddings", "/openapi.json"),
-        ("POST", "/v1/embeddings", "/openapi.json"),
+        ("POST", "/v1/edits", "/openapi.json"),
+        ("POST", "/embeddings", "embeddings"),
+        ("POST", "/v1/embeddings", "embeddings"),
     ],
 )
 def test_a_wrong_path_is_answered_with_the_right_one(
