@@ -159,7 +159,9 @@ class HttpSettings(Frozen):
         "only one; *: any name",
     )
     deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
-        600.0, description="a request that takes longer is ended"
+        600.0,
+        description="longest time of a reply from its first token on, and of a request that makes "
+        "no progress before it",
     )
     receive_s: Annotated[float, Field(gt=0.0, le=3600.0)] = Field(
         20.0, description="time limit for receiving a request, and for a client that stops reading"

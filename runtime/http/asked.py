@@ -13,6 +13,7 @@ from dovetail.protocol.messages import (
     Failed,
     Finished,
     Forgotten,
+    PromptRead,
     PromptScored,
     Recalled,
     Reported,
@@ -23,7 +24,7 @@ from dovetail.protocol.messages import Told as ToldPart
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.text.tokenizer import TextCodec
 
-Told = Emitted | PromptScored | Finished | Failed
+Told = Emitted | PromptScored | PromptRead | Finished | Failed
 A = TypeVar("A", Described, Reported, Seen, Recalled, Forgotten)
 
 

@@ -156,6 +156,9 @@ class Decoding(Body):
         ]
         | None
     ) = Field(None, description="token id -> bias added to its logit")
+    return_progress: bool | None = Field(
+        None, description="events with `prompt_progress` while the prompt is read, in streams"
+    )
     dovetail: Wishes | None = None
 
     @classmethod

@@ -71,7 +71,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "top_n_tokens": (0,),
     **dict.fromkeys(("post_sampling_probs", "return_token_ids", "return_tokens"), (False,)),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_hidden_states"), (False,)),
-    **dict.fromkeys(("return_progress", "return_full_text", "timings_per_token"), (False,)),
+    **dict.fromkeys(("return_full_text", "timings_per_token"), (False,)),
     **dict.fromkeys(("decoder_input_details", "details", "raw_output"), (False,)),
     **dict.fromkeys(("thinking_forced_open", "parse_tool_calls"), (False,)),
     "skip_special_tokens": (True,),

@@ -61,6 +61,7 @@ class Order:
     usage_chunk: bool
     usage_always: bool
     wishes: Wishes
+    progress: bool = False  # whether a stream has the progress of its prompt
     logprobs: int | None = None  # the number of alternatives with log-probabilities for each token
     echo: tuple[str, ...] | None = None  # the prompts as text, if returned before the replies
     name: str = ""  # the id of the response, which is unguessable
@@ -180,6 +181,7 @@ def _order(
             tree=defaults.tree,
             speculate=defaults.speculate and wishes.speculate,
             ahead=defaults.ahead,
+            progress=True,
         )
 
     return Order(
@@ -192,6 +194,7 @@ def _order(
         usage_chunk=body.usage_chunk,
         usage_always=body.usage_always,
         wishes=wishes,
+        progress=bool(body.return_progress and body.stream),
         logprobs=logprobs,
         echo=echo,
         asked=getattr(body, _length_field(body)) or 0,

@@ -5,7 +5,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.protocol.messages import Emitted, Failed, PromptScored, Result, TokenLogprobs
+from dovetail.protocol.messages import (
+    Emitted,
+    Failed,
+    PromptRead,
+    PromptScored,
+    Result,
+    TokenLogprobs,
+)
 from dovetail.runtime.http.asked import RequestTarget, Told
 from dovetail.runtime.http.decoding import ended_early
 from dovetail.runtime.http.errors import of_failure
@@ -134,6 +141,8 @@ class Reply:
         match told:
             case PromptScored():
                 self._scores += told.logprobs
+                return None
+            case PromptRead():
                 return None
             case Emitted():
                 return self._emitted(told)

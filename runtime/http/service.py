@@ -16,10 +16,10 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dovetail.protocol.messages import Emitted, Reported
+from dovetail.protocol.messages import Emitted, PromptRead, Reported
 from dovetail.runtime.http.apis.openai import open_writer
 from dovetail.runtime.http.apis.writers import OpenWriter, Writer
-from dovetail.runtime.http.asked import Aliases, RequestTarget
+from dovetail.runtime.http.asked import Aliases, RequestTarget, Told
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.dashboard import Shown
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
@@ -43,7 +43,7 @@ from dovetail.runtime.text.tokenizer import TextCodec
 
 SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread
 REFUSAL_S = 1.0  # seconds without a token after which a stream's head, with its status, is sent
-SILENCE_S = 15.0  # seconds after which a silent stream gets a comment, for proxies (HTML standard)
+SILENCE_S = 5.0  # seconds after which a silent stream gets a comment, for proxies and clients
 CLIENT_GONE = 499  # nginx's status; the client has gone
 STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # headers of a stream
 
@@ -150,16 +150,12 @@ class Service:
         resumed: Resumed | None = None,
         write: OpenWriter = open_writer,
     ) -> Response:
-        run = Run(self.gateway)
+        run = Run(self.gateway, self.terms.deadline_s)
         self.runs.add(run)
-        deadline = asyncio.get_running_loop().call_later(
-            self.terms.deadline_s, run.fail, _late(self.terms.deadline_s)
-        )
         watching = asyncio.create_task(_until_gone(request, run))
 
         def done() -> None:
             self.runs.discard(run)
-            deadline.cancel()
             watching.cancel()
             run.close()
 
@@ -334,6 +330,7 @@ class Answer:
 
     def __init__(self, run: Run, writer: Writer, exposition: Exposition, model: str) -> None:
         self._run, self._writer = run, writer
+        self._read: PromptRead | None = None  # the last progress of a prompt, before any token
         self._watches = [exposition.watch(model, run.began_s) for _ in writer.replies]
 
     async def whole(self) -> dict[str, Any]:
@@ -351,24 +348,37 @@ class Answer:
         try:
             if opening := self._writer.opening():
                 yield opening.encode()
+            sent_s = time.monotonic()
             while True:
+                lines = ""
                 try:
-                    heard = await self._run.take(SILENCE_S)
+                    heard = await self._run.take(sent_s + SILENCE_S - time.monotonic())
+                    if not heard:
+                        break
+                    for index, told in heard:
+                        lines += self._line(index, told)
                 except TimeoutError:
-                    yield self._writer.comment
-                    continue
-                if not heard:
-                    break
-                said = ""
-                for index, told in heard:
-                    self._note(index, told)
-                    reply = self._writer.replies[index]
-                    said += self._writer.lines(reply, reply.hear(told))
-                if said:
-                    yield said.encode()
+                    heard = []
+                now_s = time.monotonic()
+                if lines:
+                    sent_s = now_s
+                    yield lines.encode()
+                elif not heard or now_s >= sent_s + SILENCE_S:
+                    sent_s = now_s
+                    yield self._writer.comment(self._read)
             yield self._writer.last_lines()
         except ApiError as error:
             yield self._writer.failed(error)
+
+    def _line(self, index: int, told: Told) -> str:
+        """Return what a stream gets for a message about a reply."""
+        if isinstance(told, PromptRead):
+            self._read = told
+            return self._writer.progress(told, index, time.monotonic() - self._run.began_s)
+        self._read = None
+        self._note(index, told)
+        reply = self._writer.replies[index]
+        return self._writer.lines(reply, reply.hear(told))
 
     def _note(self, index: int, told: Any) -> None:
         watch = self._watches[index]
@@ -430,14 +440,6 @@ def _size(body: ChatOrTextBody | TokenizeBody) -> int:
     if isinstance(given, list):
         return sum(1 if isinstance(part, int) else len(part) for part in given)
     return len(given or "")
-
-
-def _late(seconds: float) -> ApiError:
-    return ApiError(
-        504,
-        f"the request has taken longer than {seconds:g} s (http.deadline_s) and was cancelled",
-        code="timeout",
-    )
 
 
 def json_response(value: Any, status: int = 200, headers: Any = None) -> Response:

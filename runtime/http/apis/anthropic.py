@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
-from dovetail.protocol.messages import MAX_STOPS, MAX_TURNS
+from dovetail.protocol.messages import MAX_STOPS, MAX_TURNS, PromptRead
 from dovetail.runtime.http.apis.documents import documented
 from dovetail.runtime.http.apis.translation import (
     arguments_of,
@@ -203,9 +203,8 @@ class MessagesWriter(BlockWriter):
         empty = {"stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
         return typed({"type": "message_start", "message": {**self._head, **empty, "content": []}})
 
-    @property
-    def comment(self) -> bytes:
-        """An event that clients ignore."""
+    def comment(self, read: PromptRead | None) -> bytes:
+        """Return an event that clients ignore."""
         return typed({"type": "ping"}).encode()
 
     def failed(self, error: ApiError) -> bytes:

@@ -5,10 +5,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from dovetail.protocol.messages import Result
+from dovetail.protocol.messages import PromptRead, Result
 from dovetail.runtime.http.apis.documents import documented
 from dovetail.runtime.http.apis.translation import as_body, unsupported
-from dovetail.runtime.http.apis.writers import BlockWriter, sse
+from dovetail.runtime.http.apis.writers import BlockWriter, prompt_progress, sse
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.events import Change
@@ -49,19 +49,27 @@ class LlamaWriter(BlockWriter):
         """Return the event of an error."""
         return sse(error.body)
 
+    def progress(self, read: PromptRead, index: int, since_s: float) -> str:
+        """Return an event without text, if progress is requested."""
+        if not self._order.progress:
+            return ""
+        return sse({**self._piece(""), **prompt_progress(read, since_s)}).decode()
+
     def whole(self) -> Object:
         """Return the reply in one piece."""
         return self._last("".join(block.text for block in self._blocks.all))
 
     def _change(self, change: Change) -> str:
-        if change.what != "more":
-            return ""
+        return sse(self._piece(change.text)).decode() if change.what == "more" else ""
+
+    def _piece(self, content: str) -> Object:
+        """Return an event of a reply that goes on."""
         tokens = {
             "tokens_predicted": self.replies[0].completion_tokens,
             "tokens_evaluated": self._prompts()[0],
         }
-        own = {"index": 0, "content": change.text, "tokens": [], "stop": False, "id_slot": -1}
-        return sse({**own, **tokens}).decode()
+        own = {"index": 0, "content": content, "tokens": [], "stop": False, "id_slot": -1}
+        return {**own, **tokens}
 
     def _ended(self) -> str:
         return sse(self._last("")).decode()

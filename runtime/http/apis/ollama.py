@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
-from dovetail.protocol.messages import MAX_TURNS
+from dovetail.protocol.messages import MAX_TURNS, PromptRead
 from dovetail.runtime.http.apis.documents import documented
 from dovetail.runtime.http.apis.translation import arguments_of, as_body, call, unsupported
 from dovetail.runtime.http.apis.writers import BlockWriter, compact
@@ -170,9 +170,8 @@ class OllamaWriter(BlockWriter):
 
     content_type = "application/x-ndjson"
 
-    @property
-    def comment(self) -> bytes:
-        """A line without text, since there are no comments."""
+    def comment(self, read: PromptRead | None) -> bytes:
+        """Return a line without text, since there are no comments."""
         return self._line(self._said("", "text")).encode()
 
     def failed(self, error: ApiError) -> bytes:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from dovetail.protocol.messages import Result
+from dovetail.protocol.messages import PromptRead, Result
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.events import Blocks, Change, Event
@@ -14,7 +14,6 @@ from dovetail.runtime.http.orders import Order
 from dovetail.runtime.http.replies import Part, Reply, ShownToken
 from dovetail.runtime.http.resuming import StreamPlace
 
-COMMENT = b": no token yet\n"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 OpenWriter = Callable[[Order, RequestTarget, str, Sequence[StreamPlace | None]], "Writer"]
@@ -25,6 +24,23 @@ client has."""
 def compact(value: Any) -> str:
     """Return a value as JSON without spaces."""
     return json.dumps(value, separators=(",", ":"))
+
+
+def waiting(read: PromptRead | None) -> str:
+    """Return what a request without tokens waits for."""
+    return "no token yet" if read is None else f"reading {read.done} of {read.total} tokens"
+
+
+def prompt_progress(read: PromptRead, since_s: float) -> dict[str, Any]:
+    """Return the progress of a prompt in llama-server's form."""
+    return {
+        "prompt_progress": {
+            "total": read.total,
+            "cache": read.cached,
+            "processed": read.done,
+            "time_ms": round(1e3 * since_s),
+        }
+    }
 
 
 def sse(value: dict[str, Any]) -> bytes:
@@ -63,10 +79,15 @@ class Writer(ABC):
     def lines(self, reply: Reply, part: Part | None) -> str:
         """Return the new part of a reply for a stream."""
 
-    @property
-    def comment(self) -> bytes:
-        """A line of a stream that clients ignore, for the time while no token arrives."""
-        return COMMENT + b"\n"
+    def comment(self, read: PromptRead | None) -> bytes:
+        """Return a line of a stream that clients ignore, for the time while no token arrives.
+        `read`: how far the prompt has been read, if that is known and no token has come."""
+        return f": {waiting(read)}\n\n".encode()
+
+    def progress(self, read: PromptRead, index: int, since_s: float) -> str:
+        """Return the progress of a reply's prompt for a stream, if it is requested; `since_s`:
+        seconds since the request came."""
+        return ""
 
     @abstractmethod
     def last_lines(self) -> bytes:
