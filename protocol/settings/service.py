@@ -156,6 +156,16 @@ class HttpSettings(Frozen):
     deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
         600.0, description="a request that takes longer is ended"
     )
+    unload_s: Annotated[float, Field(ge=0.0, le=1e9)] = Field(
+        300.0,
+        description="if several models are served, one without a request for this long is "
+        "unloaded; 0: never",
+    )
+    most_models: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
+        0,
+        description="how many of several served models may be loaded at once; 0: as many as fit "
+        "into memory",
+    )
     receive_s: Annotated[float, Field(gt=0.0, le=3600.0)] = Field(
         20.0, description="time limit for receiving a request, and for a client that stops reading"
     )
