@@ -26,7 +26,7 @@ from dashboard.talking import talking
 from dovetail.launch.console.screen import Standing, page
 from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.processes.stack import Stack
-from dovetail.runtime.http.dashboard import EVERY_S, STATE_PATH
+from dovetail.runtime.http.pages.watch import EVERY_S, STATE_PATH
 from support.browser import Browser, chromium, find_chromium
 from support.inflated import inflated
 from support.patience import PATIENCE_S
