@@ -100,7 +100,7 @@ def _photograph(
     browser: Browser, url: str, path: Path, width: int, height: int, *, dark: bool, whole: bool
 ) -> None:
     tab = browser.page()
-    tab.open(url, width=width, height=height, dark=dark)
+    tab.open(f"{url}/dashboard", width=width, height=height, dark=dark)
     deadline = time.monotonic() + PATIENCE_S
     while (
         not tab.value(LIVE) and time.monotonic() < deadline

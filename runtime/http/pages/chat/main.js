@@ -27,7 +27,7 @@ async function meet() {
     find("model").textContent = `· ${data[0].id}`;
     for (const name of SETTINGS) {
       const value = data[0].sampling[name];
-      if (value !== undefined && value !== null) find(name).placeholder = `${value} (the server’s)`;
+      if (value !== undefined && value !== null) find(name).placeholder = value;
     }
     await look();
   } catch (error) {
@@ -64,6 +64,7 @@ async function reply(parent, before) {
   }, CLOCK_MS);
   const learn = async () => (message.alone = (await look())?.speedup?.alone_tokens_per_s ?? message.alone);
   const looking = setInterval(learn, STATE_MS);
+  learn();
   try {
     await stream(body, message, controller.signal, (pieces, rest = []) => {
       if (message.count) message.began ??= performance.now();
@@ -77,7 +78,6 @@ async function reply(parent, before) {
   }
   clearInterval(clock);
   clearInterval(looking);
-  message.seed = message.metrics?.seed;
   if (message.metrics && !message.plain) await learn();
   running = null;
   busy(false);

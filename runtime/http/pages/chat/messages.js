@@ -67,7 +67,7 @@ function callCard({ name, arguments: text }) {
 }
 
 /** The line below a reply: its speed, and what the draft gained. */
-export function figures({ role, metrics, alone, plain, count, passes, began, finish, seed }) {
+export function figures({ role, metrics, alone, plain, count, passes, began, finish }) {
   if (role !== "assistant") return "";
   const rate = metrics ? metrics.tokens_per_s : count > 1 && began ? (1000 * (count - 1)) / (performance.now() - began) : null;
   if (!rate) return ENDS[finish] ?? "";
@@ -80,7 +80,6 @@ export function figures({ role, metrics, alone, plain, count, passes, began, fin
     metrics && `${number(metrics.completion_tokens)} tokens`,
     metrics?.draft_failure && "the draft failed",
     ENDS[finish],
-    seed !== undefined && metrics && `seed ${seed}`,
   ];
   return parts.filter(Boolean).join(" · ");
 }
