@@ -14,6 +14,7 @@ import torch
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES, Array
 from dovetail.protocol.calibration import ContextCurve, ExpertCosts
 from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.grammar import ENGINE
 from dovetail.protocol.messages import (
     MAX_SPANS,
     Close,
@@ -123,6 +124,7 @@ class TargetWorker:
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
             experts=identity.experts,
+            grammars=ENGINE,
             placement=identity.placement,
         )
 

@@ -42,11 +42,11 @@ from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count, template_values
 from dovetail.runtime.http.app import open_app
 from dovetail.runtime.http.gateway import MOST_RETRY_S, Gateway
-from dovetail.runtime.http.listening import listen
 from dovetail.runtime.http.orders import Defaults
 from dovetail.runtime.http.pages.watch import Shown
-from dovetail.runtime.http.server import Connections, serve
 from dovetail.runtime.http.service import Service, Terms
+from dovetail.runtime.http.serving.listening import listen
+from dovetail.runtime.http.serving.server import Connections, serve
 from dovetail.runtime.text.tokenizer import OWN_VALUES, TextCodec
 
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48

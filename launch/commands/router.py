@@ -21,9 +21,9 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.settings.http_keys import KeyFile
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import byte_count
-from dovetail.runtime.http.guard import Guard, shared
-from dovetail.runtime.http.listening import listen
-from dovetail.runtime.http.server import Connections, serve
+from dovetail.runtime.http.serving.guard import Guard, shared
+from dovetail.runtime.http.serving.listening import listen
+from dovetail.runtime.http.serving.server import Connections, serve
 from dovetail.runtime.router.app import Fleet, Router
 from dovetail.runtime.router.upstream import Upstream
 

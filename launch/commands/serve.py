@@ -38,7 +38,7 @@ from dovetail.launch.settings.generation import with_generation_config
 from dovetail.launch.settings.http_keys import read_keys
 from dovetail.launch.settings.models import blocks_in_words
 from dovetail.protocol.errors import UserError
-from dovetail.runtime.http.listening import listen
+from dovetail.runtime.http.serving.listening import listen
 
 log = logging.getLogger("dovetail.serve")
 

@@ -171,6 +171,9 @@ class Hello(Message):
     """The hidden states that a draft may read from this target; None for a draft."""
     reads: Reads | None = None
     """The features that this draft reads from its target; None if it reads none."""
+    grammars: Name = ""
+    """The library by which it masks tokens, with its version; empty: it does not. A target without
+    it is not sent constrained requests; such a draft proposes unmasked tokens."""
     looks_up: bool = False
     """True if this draft proposes only what `protocol/lookup.py` finds in the log: without a match
     it need not be asked."""
@@ -293,5 +296,6 @@ class Failed(Message):
         "internal",
         "protocol",
         "swap",
+        "constraint",
     ]
     text: Annotated[str, Field(max_length=4096)]

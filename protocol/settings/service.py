@@ -68,6 +68,11 @@ class CoordinatorSettings(Frozen):
         description="keep the caches of ended conversations, so that their next turns read "
         "only new tokens",
     )
+    share_prefixes: Literal["key", "all"] = Field(
+        "key",
+        description="whose requests may reuse a cached prefix: key (those of the same API key) or "
+        "all, who can then find out by cached_tokens and timing what others have sent",
+    )
     remember: bool = Field(
         True,
         description="save in the cache folder what drafting costs and gains, so that the next run "

@@ -240,6 +240,7 @@ class Placement:
             if other.plays("target")
             and other.available
             and other.reads_as(target)
+            and other.obeys(request.constraint)
             and request.capacity <= other.limits.context
         ]
         best = self.target(
@@ -274,12 +275,12 @@ class Placement:
                 log,
                 target.shelf,
                 shelf,
-                owner=request.owner,
+                scope=request.scope,
                 reads=reads is not None,
-                on_target=prompts_on_target(self._running, target, request.owner),
+                on_target=prompts_on_target(self._running, target, request.scope),
                 on_draft=()
                 if draft is None
-                else prompts_on_draft(self._running, draft, request.owner),
+                else prompts_on_draft(self._running, draft, request.scope),
             )
             if reads is not None and target_base is None and not request.tree.insist:
                 target_base = self._beginning(target, request)
@@ -301,8 +302,8 @@ class Placement:
     def _beginning(self, target: Worker, request: Request) -> Base | None:
         """Return the target's shared rows for a session whose feature-reading draft lacks them; the
         draft joins later, if recomputing all features pays off."""
-        running = prompts_on_target(self._running, target, request.owner)
-        base = target.shelf.find(request.packed, owner=request.owner, running=running)
+        running = prompts_on_target(self._running, target, request.scope)
+        base = target.shelf.find(request.packed, scope=request.scope, running=running)
         return base if base is not None and base.shared else None
 
     def try_out(
@@ -345,8 +346,8 @@ class Placement:
         """Return the rows that a target has of the packed `log` of a session elsewhere."""
         if not (self._reuse and request.may_reuse):
             return None
-        running = prompts_on_target(self._running, target, request.owner)
-        return target.shelf.find(log, owner=request.owner, running=running)
+        running = prompts_on_target(self._running, target, request.scope)
+        return target.shelf.find(log, scope=request.scope, running=running)
 
     def _running_request(
         self,
@@ -419,7 +420,7 @@ class Placement:
             return None
         base = draft.shelf.find(
             session.packed(session.length - 1),
-            owner=session.request.owner,
+            scope=session.request.scope,
             known=int(draft.hello.reads is not None),
         )
         if base is not None:

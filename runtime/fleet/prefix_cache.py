@@ -140,9 +140,9 @@ class PrefixCache:
             self._kept[base.session] = kept
 
     def find(
-        self, prompt: bytes, *, owner: str = "", known: int = 0, running: Iterable[Kept] = ()
+        self, prompt: bytes, *, scope: str = "", known: int = 0, running: Iterable[Kept] = ()
     ) -> Base | None:
-        """Return the owner's session with the longest common prefix; of equals, the youngest kept
+        """Return the scope's session with the longest common prefix; of equals, the youngest kept
         one. `known`: how many tokens after a row must be equal for the row to be valid; `running`:
         sessions that run there. The last token of the prompt is always computed, since its logits
         are needed. A running session, or one that would lose many rows, is shared. If the worker
@@ -151,7 +151,7 @@ class PrefixCache:
         found, least = None, WORTH
         for kept in (*reversed(self._kept.values()), *(running if self.shares else ())):
             needed = TOKEN_BYTES * (least + known)
-            if kept.owner != owner or kept.rows < least or kept.log[:needed] != prompt[:needed]:
+            if kept.scope != scope or kept.rows < least or kept.log[:needed] != prompt[:needed]:
                 continue
             tokens = min(
                 kept.rows, len(prompt) // TOKEN_BYTES - 1, common_tokens(prompt, kept.log) - known
@@ -168,7 +168,7 @@ def bases(
     target: PrefixCache,
     draft: PrefixCache | None,
     *,
-    owner: str = "",
+    scope: str = "",
     reads: bool,
     on_target: Iterable[Kept] = (),
     on_draft: Iterable[Kept] = (),
@@ -177,9 +177,9 @@ def bases(
     over. `on_target` and `on_draft`: sessions that run there. A draft that `reads` its target gets
     features only for newly computed rows, so both start from the same position; and since its rows
     also depend on the next token, that must match, too."""
-    of_target = target.find(prompt, owner=owner, running=on_target)
+    of_target = target.find(prompt, scope=scope, running=on_target)
     of_draft = (
-        draft.find(prompt, owner=owner, known=int(reads), running=on_draft)
+        draft.find(prompt, scope=scope, known=int(reads), running=on_draft)
         if draft is not None
         else None
     )

@@ -18,17 +18,17 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.protocol.messages import Emitted, Reported
+from dovetail.runtime.http.apis.openai import open_writer
+from dovetail.runtime.http.apis.writers import Writer
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.errors import ApiError, unavailable, unread
 from dovetail.runtime.http.exposition import Exposition, ReplyWatch
 from dovetail.runtime.http.gateway import Gateway
-from dovetail.runtime.http.guard import OWNER, STRAIGHT, UNREAD
 from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
 from dovetail.runtime.http.pages.site import Front
 from dovetail.runtime.http.pages.watch import Shown, Watch
-from dovetail.runtime.http.replies import Writer, error_event, open_writer
 from dovetail.runtime.http.resuming import (
     Resumed,
     check_same,
@@ -37,7 +37,8 @@ from dovetail.runtime.http.resuming import (
     remembered,
     ticketed,
 )
-from dovetail.runtime.http.server import Connections
+from dovetail.runtime.http.serving.guard import OWNER, STRAIGHT, UNREAD
+from dovetail.runtime.http.serving.server import Connections
 from dovetail.runtime.telemetry.picture import folder_name, load_of
 from dovetail.runtime.text.templates import RENDERERS
 
@@ -361,7 +362,7 @@ class Answer:
                     yield said.encode()
             yield self._writer.last_lines()
         except ApiError as error:
-            yield error_event(error)
+            yield self._writer.failed(error)
 
     def _note(self, index: int, told: Any) -> None:
         watch = self._watches[index]

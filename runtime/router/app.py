@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter
 
 from dovetail.runtime.http.errors import ApiError, not_served, unavailable, wrong_method
-from dovetail.runtime.http.guard import Message, Receive, Scope, Send, answer
+from dovetail.runtime.http.serving.guard import Message, Receive, Scope, Send, answer
 from dovetail.runtime.router.choice import (
     Replica,
     ReplicaLoad,

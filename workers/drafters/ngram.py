@@ -27,6 +27,7 @@ from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import misfit
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.drafters.engine import Engine
+from dovetail.workers.speculation.constrained import Constrained
 from dovetail.workers.speculation.history import History
 from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, Shape
 
@@ -74,10 +75,10 @@ class LookupSession:
     readable: bool = True  # always true: a log has no maximum length here
 
 
-def look_up(order: Open, log: list[int]) -> LookupSession:
+def look_up(order: Open, log: list[int], constrained: Constrained | None = None) -> LookupSession:
     """Return the look-up in `log`, which begins as the prompt of `order`."""
     sharpening = SHARPENING if order.tree.sharpening == "auto" else order.tree.sharpening
-    history = History(order.sampling, log, order.end, order.replied)
+    history = History(order.sampling, log, order.end, order.replied, (), constrained)
     unbounded = order.tree.traits.sizes_itself
     return LookupSession(log, SearchedLog(log), history, sharpening, order.capacity, unbounded)
 
@@ -164,7 +165,7 @@ class Lookup(Engine[LookupSession]):
             size = order.vocabulary_size
             text = f"the prompt has token {largest}, beyond the target's vocabulary of {size}"
             raise RequestError("vocabulary", text)
-        return look_up(order, list(order.prompt))
+        return look_up(order, list(order.prompt), self.constrained(order))
 
     def draft(
         self,
