@@ -1,7 +1,6 @@
 """The routes and the error responses. A request is parsed (`bodies.py`), tokenized (`orders.py`),
 decoded (`decoding.py`, `replies.py`) and written (`apis/`); `service.py` combines these steps."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from dovetail.runtime.http.apis.llama_server import add_llama_server
 from dovetail.runtime.http.apis.ollama import add_ollama
 from dovetail.runtime.http.apis.responses import add_responses
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from dovetail.runtime.http.dashboard import Watch, add_dashboard, page_files
 from dovetail.runtime.http.errors import (
     ApiError,
     complaint,
@@ -26,6 +24,8 @@ from dovetail.runtime.http.errors import (
     wrong_method,
 )
 from dovetail.runtime.http.exposition import CONTENT_TYPE
+from dovetail.runtime.http.pages.site import add_pages, page_files
+from dovetail.runtime.http.pages.watch import add_state
 from dovetail.runtime.http.service import Service, json_response
 from dovetail.runtime.http.serving.guard import OPEN_PATHS, OWNER, App, Guard, shared
 
@@ -52,26 +52,16 @@ def open_app(service: Service) -> App:
     add_ollama(app, service)
     add_llama_server(app, service)
     _add_errors(app)
-    open_paths = OPEN_PATHS
-    if terms.dashboard != "off":
-        about = {"version": terms.version, "began": service.began, "pid": os.getpid()}
-        add_dashboard(
-            app,
-            Watch(
-                service.gateway,
-                shown=terms.dashboard,
-                name=service.name_of,
-                called=terms.called,
-                about=about,
-            ),
-        )
-        open_paths += tuple(page_files())
+    files = page_files(terms.page, dashboard=service.watch is not None)
+    add_pages(app, files)
+    if service.watch is not None:
+        add_state(app, service.watch)
     guard = Guard(
         app,
         keys=terms.keys,
         most_body_bytes=terms.most_body_bytes,
         only_local_names=terms.only_local_names,
-        open_paths=open_paths,
+        open_paths=(*OPEN_PATHS, *files),
     )
     return shared(guard, terms.cors)
 
