@@ -21,6 +21,7 @@ from dovetail.runtime.http.apis.openai import open_writer
 from dovetail.runtime.http.apis.writers import Writer
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from dovetail.runtime.http.constraints import Compilers
 from dovetail.runtime.http.dashboard import Shown
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.errors import ApiError, unavailable, unread
@@ -81,6 +82,7 @@ class Service:
         self.exposition = Exposition()
         self.began = int(time.time())
         self.runs: set[Run] = set()
+        self._compilers = Compilers()
         self._reading = ThreadPoolExecutor(RENDERERS, "reading")
         self._readings: defaultdict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, RENDERERS // 2)
@@ -192,7 +194,9 @@ class Service:
                 return chat_order(body, target, self.terms.defaults, owner)
             return completion_order(body, target, self.terms.defaults, owner)
 
-        return await self._read(read, body, owner)
+        constraint = await self._compilers.constraint(body, target)
+        order = await self._read(read, body, owner)
+        return order if constraint is None else order.under(constraint)
 
     async def _read(
         self, read: Callable[[], R], body: ChatOrTextBody | TokenizeBody, owner: str
