@@ -8,7 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from dovetail.protocol.messages import MAX_ENDS, MAX_STOPS, MAX_TOKENS, MAX_TOP, MAX_TURNS
+from dovetail.protocol.messages import (
+    MAX_ENDS,
+    MAX_GRAMMAR,
+    MAX_STOPS,
+    MAX_TOKENS,
+    MAX_TOP,
+    MAX_TURNS,
+)
 from dovetail.protocol.settings import MAX_BIASES
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.fields import BENIGN, check_fields, renamed
@@ -16,6 +23,7 @@ from dovetail.runtime.http.fields import BENIGN, check_fields, renamed
 MAX_CHOICES = 128  # replies to one request: prompts times n
 LONGEST_KIND = 40  # characters of an unknown type that an error shows
 STOP_CHARACTERS = 1024
+MAX_CHOICE_TEXTS = 1000
 LARGEST_SEED = (1 << 63) - 1
 DEEPEST = 64  # nesting of values for a chat template: pydantic's serializer fails at 255
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
@@ -118,6 +126,11 @@ class Wishes(Body):
     )
 
 
+Objects = Annotated[dict[str, Any], AfterValidator(plain)]
+Schema = Objects | bool | Annotated[str, Field(max_length=MAX_GRAMMAR)]
+Grammar = Annotated[str, Field(max_length=MAX_GRAMMAR)]
+
+
 class Decoding(Body):
     """The fields that both kinds of completions share; defaults are the server's settings."""
 
@@ -159,6 +172,25 @@ class Decoding(Body):
     return_progress: bool | None = Field(
         None, description="events with `prompt_progress` while the prompt is read, in streams"
     )
+    response_format: Objects | None = Field(
+        None,
+        description="type text, json_object (llama.cpp: with a schema), or json_schema with "
+        "json_schema.schema",
+    )
+    structured_outputs: Objects | None = Field(
+        None, description="one of json, regex, choice, grammar, json_object; whitespace_pattern"
+    )
+    guided_json: Schema | None = Field(None, description="the same, as in vLLM before 0.12")
+    guided_regex: Grammar | None = None
+    guided_choice: (
+        Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICE_TEXTS)] | None
+    ) = None
+    guided_grammar: Grammar | None = None
+    guided_whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
+    json_schema: Schema | None = Field(None, description="a schema, as in llama-server")
+    grammar: Grammar | None = Field(None, description="GBNF or Lark")
+    regex: Grammar | None = Field(None, description="as in SGLang, like ebnf")
+    ebnf: Grammar | None = None
     dovetail: Wishes | None = None
 
     @classmethod

@@ -14,7 +14,6 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), ()),
     "max_completion_tokens": (),
@@ -24,14 +23,11 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "top_logprobs": (0,),
     "echo": (False,),
-    # structured output, under any name
-    **dict.fromkeys(("grammar", "regex", "ebnf", "format"), ("",)),
+    # structured output that is not served
+    "format": ("",),
     "grammar_lazy": (False,),
     "grammar_triggers": ([],),
-    "guided_choice": ([],),
-    "json_schema": ({},),
-    **dict.fromkeys(("structural_tag", "structured_outputs", "guided_json", "guided_regex"), ()),
-    **dict.fromkeys(("guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern"), ()),
+    "structural_tag": (),
     # samplers
     **dict.fromkeys(("samplers", "logits_processors", "bad_words"), ([],)),
     **dict.fromkeys(("use_beam_search", "early_stopping", "penalize_nl", "watermark"), (False,)),
@@ -113,6 +109,7 @@ BENIGN = frozenset(
         *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau"),
         *("mirostat_eta", "dynatemp_exponent", "smoothing_curve", "speculative.n_max"),
         *("speculative.n_min", "speculative.p_min", "keep_alive"),
+        "guided_decoding_backend",
     )
 )
 """Fields that change no reply: accounts, routing, numbers of unused samplers."""

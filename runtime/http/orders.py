@@ -5,12 +5,12 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Submit
+from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Constraint, Submit
 from dovetail.protocol.noise import random_seed
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.http.asked import RequestTarget
@@ -71,6 +71,11 @@ class Order:
     @property
     def echoed(self) -> bool:
         return self.echo is not None
+
+    def under(self, constraint: Constraint) -> "Order":
+        """Return the order with a grammar for all its replies."""
+        update = {"constraint": constraint}
+        return replace(self, submits=tuple(one.model_copy(update=update) for one in self.submits))
 
     def prompt(self, index: int) -> str:
         """Return the prompt's text, if it is returned before the reply; else empty."""
