@@ -1,7 +1,6 @@
 """The routes and the error responses. A request is parsed (`bodies.py`), tokenized (`orders.py`),
 decoded (`decoding.py`, `replies.py`) and written (`apis/`); `service.py` combines these steps."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +11,10 @@ from starlette.exceptions import HTTPException
 
 from dovetail.runtime.http.apis.documents import Documented, documented
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from dovetail.runtime.http.dashboard import Watch, add_dashboard, page_files
 from dovetail.runtime.http.errors import ApiError, complaint, not_served, place, wrong_method
 from dovetail.runtime.http.exposition import CONTENT_TYPE
+from dovetail.runtime.http.pages.site import add_pages, page_files
+from dovetail.runtime.http.pages.watch import add_state
 from dovetail.runtime.http.service import Service, json_response
 from dovetail.runtime.http.serving.guard import OPEN_PATHS, OWNER, App, Guard, shared
 
@@ -37,26 +37,16 @@ def open_app(service: Service) -> App:
     _add_texts(app, service)
     _add_state(app, service)
     _add_errors(app)
-    open_paths = OPEN_PATHS
-    if terms.dashboard != "off":
-        about = {"version": terms.version, "began": service.began, "pid": os.getpid()}
-        add_dashboard(
-            app,
-            Watch(
-                service.gateway,
-                shown=terms.dashboard,
-                name=service.name_of,
-                called=terms.called,
-                about=about,
-            ),
-        )
-        open_paths += tuple(page_files())
+    files = page_files(terms.page, dashboard=service.watch is not None)
+    add_pages(app, files)
+    if service.watch is not None:
+        add_state(app, service.watch)
     guard = Guard(
         app,
         keys=terms.keys,
         most_body_bytes=terms.most_body_bytes,
         only_local_names=terms.only_local_names,
-        open_paths=open_paths,
+        open_paths=(*OPEN_PATHS, *files),
     )
     return shared(guard, terms.cors)
 

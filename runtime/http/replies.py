@@ -100,6 +100,7 @@ class Reply:
         self.completion_tokens = 0
         self._order, self._target = order, target
         self._submit = order.submits[index]
+        self.prompt_tokens = len(self._submit.tokens or ())
         self._ends = (
             self._submit.end if self._submit.end is not None else target.described.vocabulary.end
         )
