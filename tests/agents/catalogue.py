@@ -1,5 +1,5 @@
-"""The agents that are tried: what npm installs for each, its licence, how it is pointed at a server,
-and the calls that write and read a file with its tools."""
+"""The agents that are tried: what npm installs for each, its licence, how it is pointed at a
+server, and the calls that write and read a file with its tools."""
 
 import json
 from collections.abc import Callable, Mapping

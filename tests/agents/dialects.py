@@ -35,6 +35,7 @@ class Chat:
     """`/v1/chat/completions`."""
 
     route = "/v1/chat/completions"
+    limit = "max_completion_tokens"
 
     @staticmethod
     def tools(body: Body) -> dict[str, Schema]:
@@ -108,6 +109,7 @@ class Responses:
     """`/v1/responses`."""
 
     route = "/v1/responses"
+    limit = "max_output_tokens"
 
     @staticmethod
     def tools(body: Body) -> dict[str, Schema]:
@@ -201,6 +203,7 @@ class Messages:
     """`/v1/messages`."""
 
     route = "/v1/messages"
+    limit = "max_tokens"
 
     @staticmethod
     def tools(body: Body) -> dict[str, Schema]:
@@ -275,7 +278,14 @@ class Messages:
 
 
 Dialect = type[Chat] | type[Responses] | type[Messages]
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 DIALECTS: dict[str, Dialect] = {one.route: one for one in (Chat, Responses, Messages)}
+
+
+def limited(dialect: Dialect, body: Body, tokens: int) -> Body:
+    """A request whose reply has at most this many tokens."""
+    kept = {name: value for name, value in body.items() if name not in LIMITS}
+    return {**kept, dialect.limit: tokens}
 
 
 def event_bytes(dialect: Dialect, name: str, data: Any) -> bytes:

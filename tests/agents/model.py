@@ -7,9 +7,15 @@ from pathlib import Path
 from dovetail.launch.settings.models import DEMO_FOLDER
 
 CONTEXT = 32768
-LAYERS = 2
-"""Of the target's 8: prompts of 13,000 tokens are read in seconds, and what it writes is nonsense
-within the grammar either way."""
+WINDOWED = {
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "max_position_embeddings": CONTEXT,
+    "num_hidden_layers": 2,
+    "sliding_window": 512,
+}
+"""What its config.json has instead: a window and two of eight layers, so that prompts of 13,000
+tokens are read in seconds. What it writes is nonsense, within the grammar if there is one."""
 TEMPLATE = """\
 {{ bos_token }}{% if tools %}<|user|>
 {% if messages[0].role == 'system' %}{{ messages[0].content }}
@@ -33,14 +39,14 @@ A call is <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call><|end|>
 {% endif %}"""
 
 
-def write_model(folder: Path, layers: int = LAYERS) -> Path:
+def write_model(folder: Path) -> Path:
     """Write the model into a new folder; its weights are the embedded target's own file."""
     folder.mkdir(parents=True)
     source = DEMO_FOLDER / "target"
     for path in source.iterdir():
         (folder / path.name).symlink_to(path.resolve())
     for name, changes in {
-        "config.json": {"max_position_embeddings": CONTEXT, "num_hidden_layers": layers, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 512},
+        "config.json": WINDOWED,
         "tokenizer_config.json": {"model_max_length": CONTEXT},
     }.items():
         fields = json.loads((source / name).read_text(encoding="utf-8"))
