@@ -2,7 +2,8 @@
 
 The only module that uses llguidance. A grammar is llguidance's own text: Lark with `%json {...}`
 parts, or JSON that contains schemas. Its masks depend on this text, the tokenizer and the version
-of the library (`ENGINE`) alone: after the same tokens they are the same, however one got there.
+of the library (`grammar_engine`) alone: after the same tokens they are the same, however they were
+reached.
 
 Schemas follow draft 2020-12 as far as the library implements it. Properties come in the order of
 the schema, and text is written as UTF-8, without `\\u` escapes of characters that need none."""
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import MAX_GRAMMAR, VocabularyFacts
 
-ENGINE = f"llguidance {llguidance.__version__}"
 WHITESPACE = " |\n {0,16}"
 """The whitespace at each place of a JSON text: a space, or a new line with an indentation. Without
 a bound, a model that is stuck writes blanks to the end of its reply (vLLM #21026, ollama #2623)."""

@@ -16,7 +16,6 @@ from typing import Any, Generic
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.errors import RequestError, StaleError
-from dovetail.protocol.grammar import ENGINE
 from dovetail.protocol.lookup import in_texts
 from dovetail.protocol.messages import (
     MAX_SPANS,
@@ -37,6 +36,7 @@ from dovetail.protocol.messages import (
     Reading,
     ReadItem,
     VocabularyFacts,
+    grammar_engine,
 )
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
@@ -138,7 +138,7 @@ class DraftWorker(Generic[SessionT]):
             vocabulary=its.vocabulary,
             table=None if its.table is None else Array.of(its.table.packed),
             reads=engine.reads,
-            grammars="" if engine.vocabulary is None else ENGINE,
+            grammars="" if engine.vocabulary is None else grammar_engine(),
             looks_up=engine.looks_up,
             cores=tuple(sorted(os.sched_getaffinity(0))) if its.device == "cpu" else (),
             curves=tuple(its.curves),

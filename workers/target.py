@@ -14,7 +14,6 @@ import torch
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES, Array
 from dovetail.protocol.calibration import ContextCurve, ExpertCosts
 from dovetail.protocol.errors import RequestError, StaleError
-from dovetail.protocol.grammar import ENGINE
 from dovetail.protocol.messages import (
     MAX_SPANS,
     Close,
@@ -39,6 +38,7 @@ from dovetail.protocol.messages import (
     Verified,
     Verify,
     VerifyItem,
+    grammar_engine,
 )
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.spans import Span, Spans
@@ -124,7 +124,7 @@ class TargetWorker:
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
             experts=identity.experts,
-            grammars=ENGINE,
+            grammars=grammar_engine(),
             placement=identity.placement,
         )
 

@@ -1,5 +1,6 @@
 """The messages with which a worker or a client registers, and a worker's description of itself."""
 
+from importlib.metadata import version
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -28,6 +29,11 @@ from dovetail.protocol.messages.parts import (
     Version,
 )
 from dovetail.protocol.settings import Frozen
+
+
+def grammar_engine() -> str:
+    """Return the library of `protocol/grammar.py` with its version, without importing it."""
+    return f"llguidance {version('llguidance')}"
 
 
 class Fingerprint(Frozen):

@@ -77,6 +77,7 @@ class Order:
     usage_chunk: bool
     usage_always: bool
     wishes: Wishes
+    progress: bool = False  # whether a stream has the progress of its prompt
     logprobs: int | None = None  # the number of alternatives with log-probabilities for each token
     echo: tuple[str, ...] | None = None  # the prompts as text, if returned before the replies
     name: str = ""  # the id of the response, which is unguessable
@@ -88,29 +89,37 @@ class Order:
     def echoed(self) -> bool:
         return self.echo is not None
 
+    def under(self, constraint: Constraint) -> "Order":
+        """Return the order with a grammar for all its replies."""
+        update = {"constraint": constraint}
+        return replace(self, submits=tuple(one.model_copy(update=update) for one in self.submits))
+
     def prompt(self, index: int) -> str:
         """Return the prompt's text, if it is returned before the reply; else empty."""
         return self.echo[index // self.copies] if self.echo is not None else ""
 
 
-def chat_order(body: ChatBody, target: RequestTarget, defaults: Defaults, owner: str = "") -> Order:
-    """Return the request of a chat completion."""
+def chat_order(
+    body: ChatBody,
+    target: RequestTarget,
+    defaults: Defaults,
+    owner: str = "",
+    answer: Constraint | None = None,
+) -> Order:
+    """Return the request of a chat completion. `answer`: the grammar that it has."""
     _check_best_of(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(
             400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs"
         )
-    prompt, reading, constraint = _conversation(body, target, defaults)
+    prompt, reading, constraint = _conversation(body, target, defaults, answer)
     most = getattr(body, _length_field(body)) or defaults.sampling.max_tokens
     _check_room(body, [prompt], target, defaults)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     order = _order(
         "chat", body, [prompt], target, defaults, owner=owner, most=most, logprobs=logprobs
     )
-    if constraint is not None:
-        given = {"constraint": constraint}
-        submits = tuple(submit.model_copy(update=given) for submit in order.submits)
-        order = replace(order, submits=submits)
+    order = order if constraint is None else order.under(constraint)
     return replace(order, reading=reading)
 
 
@@ -150,9 +159,12 @@ def completion_order(
 
 def tokens_of(body: TokenizeBody, target: RequestTarget, defaults: Defaults) -> tuple[int, ...]:
     """Return the token ids of a text or of messages."""
-    if (body.prompt is None) == (body.messages is None):
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
         raise ApiError(400, "give either a prompt or messages", param="prompt")
-    with _refusing("prompt" if body.prompt is not None else "messages"):
+    with _refusing(given[0]):
+        if body.content is not None:
+            return target.text.encode(body.content, special=body.add_special)
         if body.prompt is not None:
             return target.text.encode(body.prompt, special=body.add_special_tokens)
         text = _rendered(body, target, defaults, tools=body.tools, reply=body.add_generation_prompt)
@@ -200,6 +212,7 @@ def _order(
             tree=defaults.tree,
             speculate=defaults.speculate and wishes.speculate,
             ahead=defaults.ahead,
+            progress=True,
         )
 
     return Order(
@@ -212,6 +225,7 @@ def _order(
         usage_chunk=body.usage_chunk,
         usage_always=body.usage_always,
         wishes=wishes,
+        progress=bool(body.return_progress and body.stream),
         logprobs=logprobs,
         echo=echo,
         asked=getattr(body, _length_field(body)) or 0,
@@ -302,9 +316,9 @@ def _end(body: Decoding, target: RequestTarget) -> tuple[int, ...] | None:
 
 
 def _conversation(
-    body: ChatBody, target: RequestTarget, defaults: Defaults
+    body: ChatBody, target: RequestTarget, defaults: Defaults, answer: Constraint | None
 ) -> tuple[tuple[int, ...], Reading | None, Constraint | None]:
-    """Return the prompt of a chat, how its reply is read, and the grammar of its calls."""
+    """Return the prompt of a chat, how its reply is read, and the grammar of the whole reply."""
     use = tool_use(body)
     support = support_of(target.text)
     check_support(use, support)
@@ -314,24 +328,23 @@ def _conversation(
         )
         prompt = _checked(target.text.encode_rendered(text), target)
     reading = reading_of(use, support, text, split=defaults.reasoning == "split")
-    if reading is None or reading.form.family is None:
-        return prompt, reading, None
-    if defaults.tools == "free":
+    if use.required and answer is not None:
+        why = "a call is demanded and the reply has a grammar: leave tool_choice or the grammar out"
+        raise ApiError(400, why, param="tool_choice")
+    if use.callable and defaults.tools == "free":
         if use.required:
             why = "a call cannot be demanded without a grammar (http.tools is free)"
             raise ApiError(400, f"{why}: leave tool_choice out", param="tool_choice")
-        return prompt, reading, None
+        return prompt, reading, answer
+    if not use.callable and (answer is None or support.thoughts is None):
+        return prompt, reading, answer
     with _refusing("tools"):
         try:
-            family, thinking = reading.form.family, is_thinking(support.thoughts, text)
-            constraint = constraint_of(
-                use, family, support.thoughts, target.text, thinking=thinking
-            )
+            thinking = is_thinking(support.thoughts, text)
+            constraint = constraint_of(use, support, target.text, thinking=thinking, answer=answer)
         except Refused as error:
-            place = f"tools[{error.place}].function.parameters"
-            raise ApiError(
-                400, f"{place}: {error}", param=place, code="unsupported_schema"
-            ) from None
+            param, code = f"tools[{error.place}].function.parameters", "unsupported_schema"
+            raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
     return prompt, reading, constraint
 
 

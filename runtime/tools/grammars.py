@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.grammar import ENGINE, GrammarVocabulary, json_part, of_lark, of_schema
-from dovetail.protocol.messages import Constraint
+from dovetail.protocol.grammar import GrammarVocabulary, json_part, of_lark, of_schema
+from dovetail.protocol.messages import MAX_RELAXED, Constraint, grammar_engine
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.runtime.tools.conversation import ToolUse
-from dovetail.runtime.tools.formats import Family, Format, Thoughts
+from dovetail.runtime.tools.formats import Family, Format
+from dovetail.runtime.tools.support import Support
 
 ANY = r"/(.|\n)*/"
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -22,7 +23,7 @@ LOOSER = {
     "tags": "lengths and patterns of texts are not enforced in this model's format",
     "gemma": "only names, types and enums are enforced in this model's format",
 }
-KIND = "tools"
+KIND, ANSWER = "tools", "answer"
 QUOTE = '<|"|>'  # what begins and ends a string in Gemma's form
 
 
@@ -36,27 +37,44 @@ class Refused(Exception):
 
 def constraint_of(
     use: ToolUse,
-    family: Family,
-    thoughts: Thoughts | None,
+    support: Support,
     text: TextCodec,
     *,
     thinking: bool,
+    answer: Constraint | None = None,
 ) -> Constraint:
-    """Return the grammar of a reply. `thinking`: the prompt ends within thoughts. Raises `Refused`,
-    and `RequestError` for tools that are too many or too large."""
+    """Return the grammar of a reply. `thinking`: the prompt ends within thoughts. `answer`: the
+    grammar of a reply without calls, after its thoughts. Raises `Refused`, and `RequestError` for
+    tools that are too many or too large."""
     vocabulary = GrammarVocabulary.of(text.content, text.facts)
-    written = _Grammar(family, thoughts, text.table.special)
-    relaxed = []
+    written = _Grammar(support, text.table.special, answer=answer is not None)
+    relaxed = [*answer.relaxed] if answer is not None else []
     for tool in use.callable:
         parameters, why = _followed(tool["function"], vocabulary)
         if why and tool["function"].get("strict"):
             raise Refused([*use.shown].index(tool), why)
-        why = why or LOOSER.get(family.arguments, "")
+        why = why or LOOSER.get(support.family.arguments if support.family else "", "")
         relaxed += [f"{tool['function']['name']}: {why}"[:500]] if why else []
         written.add_tool(tool["function"]["name"], parameters)
     grammar = of_lark(written.whole(use, thinking=thinking))
+    if answer is not None:
+        first, *others = _parts(answer.grammar)
+        named = {**first, "name": ANSWER}
+        parts = [{"lark_grammar": grammar}, named, *others]
+        grammar = json.dumps({"grammars": parts}, ensure_ascii=False)
     vocabulary.matcher(grammar)
-    return Constraint(grammar=grammar, engine=ENGINE, kind=KIND, relaxed=tuple(relaxed[:64]))
+    kind = KIND if use.callable else answer.kind if answer is not None else ""
+    return Constraint(
+        grammar=grammar, engine=grammar_engine(), kind=kind, relaxed=tuple(relaxed[:MAX_RELAXED])
+    )
+
+
+def _parts(grammar: str) -> list[dict[str, Any]]:
+    """Return the grammars of which a grammar's text consists."""
+    if not grammar.lstrip().startswith("{"):
+        return [{"lark_grammar": grammar}]
+    parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+    return parts
 
 
 def _followed(
@@ -77,11 +95,11 @@ def _followed(
 class _Grammar:
     """Rules of a grammar while they are written."""
 
-    def __init__(
-        self, family: Family, thoughts: Thoughts | None, special: Mapping[str, int]
-    ) -> None:
-        self._family, self._thoughts, self._special = family, thoughts, special
-        markers = [*Format(thoughts, family).markers, QUOTE]
+    def __init__(self, support: Support, special: Mapping[str, int], *, answer: bool) -> None:
+        """`answer`: the text of a reply follows the grammar `ANSWER`."""
+        self._family = support.family or Family("", (), False, ("", "", ""), {})
+        self._thoughts, self._special, self._answer = support.thoughts, special, answer
+        markers = [*Format(support.thoughts, support.family).markers, QUOTE]
         spelt = [one for one in special if any(one in text for text in markers)]
         self._pattern = re.compile("|".join(map(re.escape, sorted(spelt, key=len)[::-1])) or "(?!)")
         self._rules: dict[str, str] = {}
@@ -104,6 +122,16 @@ class _Grammar:
 
     def whole(self, use: ToolUse, *, thinking: bool) -> str:
         """Return the whole grammar."""
+        reply = self._with_calls(use) if self._calls else self._text()
+        self._rules["start"] = f"{self._thought(thinking=thinking)} {reply}"
+        return "\n".join(f"{name}: {rule}" for name, rule in self._rules.items())
+
+    def _text(self) -> str:
+        """Return the text of a reply without calls."""
+        begin = self._of(self._family.reply[0]) if self._family.reply else ""
+        return f"{begin} {f'@{ANSWER}' if self._answer else ANY}"
+
+    def _with_calls(self, use: ToolUse) -> str:
         family = self._family
         before, after = family.around
         opening = before + family.write[0]
@@ -115,21 +143,18 @@ class _Grammar:
         rest = self._rule("rest", called, more, self._of(after))
         calls = self._rule("calls", self._of(opening), rest)
         if use.required:
-            said = calls
-        elif self._is_special(marker) or family.reply:
-            text = f"{self._of(family.reply[0])} {ANY}" if family.reply else ANY
-            said = f"({text} | {calls})" if family.reply else f"{ANY} {calls}?"
-        else:
-            escaped = _regex(marker)
-            start = "" if family.name == "llama" else r"(.|\n)*"
-            self._rules["TEXT"] = rf"{ANY} & ~/{start}{escaped}(.|\n)*/"
-            if family.name == "llama":  # a call is all of a reply
-                said = f"(TEXT | {calls})"
-            else:
-                self._rules["until_call[lazy]"] = rf"/(.|\n)*{escaped}/"
-                said = f"(TEXT | until_call {self._of(opening[len(marker) :])} {rest})"
-        self._rules["start"] = f"{self._thought(thinking=thinking)} {said}"
-        return "\n".join(f"{name}: {rule}" for name, rule in self._rules.items())
+            return calls
+        if self._answer or family.reply:
+            return f"({self._text()} | {calls})"
+        if self._is_special(marker):
+            return f"{ANY} {calls}?"
+        escaped = _regex(marker)
+        if opening is marker:  # a call is all of a reply
+            self._rules["TEXT"] = rf"{ANY} & ~/{escaped}(.|\n)*/"
+            return f"(TEXT | {calls})"
+        self._rules["TEXT"] = rf"{ANY} & ~/(.|\n)*{escaped}(.|\n)*/"
+        self._rules["until_call[lazy]"] = rf"/(.|\n)*{escaped}/"
+        return f"(TEXT | until_call {self._of(opening[len(marker) :])} {rest})"
 
     def _thought(self, *, thinking: bool) -> str:
         if (thoughts := self._thoughts) is None:

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_parsing import parse_response
 
 from dovetail.launch.settings.models import TARGET_FOLDER
-from dovetail.protocol.grammar import GrammarVocabulary
-from dovetail.protocol.messages import VocabularyFacts
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.grammar import GrammarVocabulary, of_schema
+from dovetail.protocol.messages import Constraint, VocabularyFacts, grammar_engine
 from dovetail.runtime.http.events import CallArguments, Event, Text, blocks_of
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.runtime.tools.conversation import ToolUse
@@ -244,7 +245,7 @@ def test_whatever_the_grammar_allows_is_read_as_a_valid_call(family: str, specia
     support, ended = support_of(text), 0
     assert support.family is not None
     constraint = constraint_of(
-        ToolUse(TOOLS, TOOLS, required=True), support.family, None, text, thinking=False
+        ToolUse(TOOLS, TOOLS, required=True), Support(None, support.family), text, thinking=False
     )
     for seed in range(4):
         if (said := walk(text, constraint.grammar, seed)) is None:
@@ -274,7 +275,7 @@ def test_the_grammar_allows_what_the_template_writes(
     support = support_of(text)
     assert support.family is not None
     use = ToolUse(TOOLS, TOOLS, required=required)
-    constraint = constraint_of(use, support.family, support.thoughts, text, thinking=False)
+    constraint = constraint_of(use, support, text, thinking=False)
     vocabulary = GrammarVocabulary.of(text.content, text.facts)
     several = support.family.parallel
     for thoughts in ("", "hmm") if support.thoughts is not None else ("",):
@@ -299,9 +300,8 @@ def test_the_grammar_allows_what_the_template_writes(
 
 def test_a_grammar_allows_the_tools_of_the_choice_alone() -> None:
     text = codec("hermes")
-    family = FAMILIES["hermes"]
     one = ToolUse(TOOLS, (NOW,), required=True, parallel=False)
-    constraint = constraint_of(one, family, None, text, thinking=False)
+    constraint = constraint_of(one, Support(None, FAMILIES["hermes"]), text, thinking=False)
     said = {walk(text, constraint.grammar, seed) or "" for seed in range(6)}
     blank = {"".join(one.split()) for one in said}
     assert blank == {'<tool_call>{"name":"now","arguments":{}}</tool_call>'}
@@ -313,18 +313,44 @@ def tool(parameters: Any, *, strict: bool) -> dict[str, Any]:
 
 
 def test_an_odd_schema_refuses_a_request_only_if_it_is_strict() -> None:
-    text, family = codec("hermes"), FAMILIES["hermes"]
+    text, support = codec("hermes"), Support(None, FAMILIES["hermes"])
     for parameters in (
         {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
         {"$ref": "https://example.org/schema.json"},
     ):
         odd = (NOW, tool(parameters, strict=False))
-        constraint = constraint_of(ToolUse(odd, odd, True), family, None, text, thinking=False)
+        constraint = constraint_of(ToolUse(odd, odd, True), support, text, thinking=False)
         assert [one[:5] for one in constraint.relaxed] == ["odd: "]
         strict = (NOW, tool(parameters, strict=True))
         with pytest.raises(Refused) as refused:
-            constraint_of(ToolUse(strict, strict, True), family, None, text, thinking=False)
+            constraint_of(ToolUse(strict, strict, True), support, text, thinking=False)
         assert refused.value.place == 1
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("tools", [TOOLS, ()])
+def test_the_grammar_of_an_answer_begins_after_thoughts(thinking: bool, tools: Any) -> None:
+    text, use = codec("hermes"), ToolUse(tools, tools)
+    answer = Constraint(
+        grammar=of_schema({"enum": ["yes", "no"]}), engine=grammar_engine(), kind="json"
+    )
+    made = constraint_of(use, support_of(text), text, thinking=thinking, answer=answer)
+    vocabulary = GrammarVocabulary.of(text.content, text.facts)
+
+    def allows(reply: str) -> bool:
+        matcher = vocabulary.matcher(made.grammar)
+        try:
+            matcher.consume(text.encode(reply, special=False))
+        except RequestError:
+            return False
+        return matcher.complete
+
+    thoughts = ("" if thinking else "<think>") + 'so "maybe"\n</think>\n\n'
+    assert allows(thoughts + '"yes"')
+    assert allows('"yes"') is not thinking
+    assert not allows(thoughts + '"maybe"')
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert allows(thoughts + call) is bool(tools)
 
 
 def test_events_hold_text_as_it_is() -> None:

@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.lookup import CLASSES, Matches, SearchedLog
@@ -27,9 +28,11 @@ from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import misfit
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.drafters.engine import Engine
-from dovetail.workers.speculation.constrained import Constrained
 from dovetail.workers.speculation.history import History
 from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, Shape
+
+if TYPE_CHECKING:
+    from dovetail.workers.speculation.constrained import Constrained
 
 SHARPENING = 1.0
 LEAST = 0.07
@@ -75,7 +78,7 @@ class LookupSession:
     readable: bool = True  # always true: a log has no maximum length here
 
 
-def look_up(order: Open, log: list[int], constrained: Constrained | None = None) -> LookupSession:
+def look_up(order: Open, log: list[int], constrained: "Constrained | None" = None) -> LookupSession:
     """Return the look-up in `log`, which begins as the prompt of `order`."""
     sharpening = SHARPENING if order.tree.sharpening == "auto" else order.tree.sharpening
     history = History(order.sampling, log, order.end, order.replied, (), constrained)

@@ -13,11 +13,13 @@ own."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from dovetail.protocol.grammar import Allowed
 from dovetail.protocol.settings import Sampling
-from dovetail.workers.speculation.constrained import Constrained
+
+if TYPE_CHECKING:
+    from dovetail.protocol.grammar import Allowed
+    from dovetail.workers.speculation.constrained import Constrained
 
 
 class Constraint(Protocol):
@@ -61,7 +63,7 @@ class History:
         end: Iterable[int],
         replied: int = 0,
         suppressed: Iterable[int] = (),
-        constrained: Constrained | None = None,
+        constrained: "Constrained | None" = None,
     ) -> None:
         """`log` is a prompt, whose last `replied` tokens belong to the reply. `suppressed`: ids
         that the model never chooses. `constrained`: the grammar, at the beginning of the reply."""
@@ -98,7 +100,7 @@ class History:
         """Return the tokens that the constraints mask after `path`."""
         return set().union(*(one.forbidden(self, path) for one in self._constraints))
 
-    def allowed(self, path: Sequence[int] = ()) -> Allowed | None:
+    def allowed(self, path: Sequence[int] = ()) -> "Allowed | None":
         """Return which tokens [V] the grammar and the other constraints allow after `path`; where
         they contradict each other, the grammar's. None: there is no grammar."""
         if self._constrained is None:
