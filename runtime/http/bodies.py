@@ -8,14 +8,22 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from dovetail.protocol.messages import MAX_ENDS, MAX_STOPS, MAX_TOKENS, MAX_TOP, MAX_TURNS
+from dovetail.protocol.messages import (
+    MAX_ENDS,
+    MAX_GRAMMAR,
+    MAX_STOPS,
+    MAX_TOKENS,
+    MAX_TOP,
+    MAX_TURNS,
+)
 from dovetail.protocol.settings import MAX_BIASES
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.fields import BENIGN, check_fields
+from dovetail.runtime.http.fields import BENIGN, check_fields, renamed
 
 MAX_CHOICES = 128  # replies to one request: prompts times n
 LONGEST_KIND = 40  # characters of an unknown type that an error shows
 STOP_CHARACTERS = 1024
+MAX_CHOICE_TEXTS = 1000
 LARGEST_SEED = (1 << 63) - 1
 DEEPEST = 64  # nesting of values for a chat template: pydantic's serializer fails at 255
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
@@ -69,9 +77,15 @@ class Body(BaseModel):
     def _known(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        body = cls._named(body)
         if cls._is_read(body):
             check_fields(body, cls.model_fields, benign=cls.benign, param=cls.place)
         return {name: whole(value) for name, value in body.items()}
+
+    @classmethod
+    def _named(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields under our names."""
+        return body
 
     @classmethod
     def _is_read(cls, _body: dict[str, Any]) -> bool:
@@ -112,6 +126,11 @@ class Wishes(Body):
     )
 
 
+Objects = Annotated[dict[str, Any], AfterValidator(plain)]
+Schema = Objects | bool | Annotated[str, Field(max_length=MAX_GRAMMAR)]
+Grammar = Annotated[str, Field(max_length=MAX_GRAMMAR)]
+
+
 class Decoding(Body):
     """The fields that both kinds of completions share; defaults are the server's settings."""
 
@@ -150,7 +169,33 @@ class Decoding(Body):
         ]
         | None
     ) = Field(None, description="token id -> bias added to its logit")
+    return_progress: bool | None = Field(
+        None, description="events with `prompt_progress` while the prompt is read, in streams"
+    )
+    response_format: Objects | None = Field(
+        None,
+        description="type text, json_object (llama.cpp: with a schema), or json_schema with "
+        "json_schema.schema",
+    )
+    structured_outputs: Objects | None = Field(
+        None, description="one of json, regex, choice, grammar, json_object; whitespace_pattern"
+    )
+    guided_json: Schema | None = Field(None, description="the same, as in vLLM before 0.12")
+    guided_regex: Grammar | None = None
+    guided_choice: (
+        Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICE_TEXTS)] | None
+    ) = None
+    guided_grammar: Grammar | None = None
+    guided_whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
+    json_schema: Schema | None = Field(None, description="a schema, as in llama-server")
+    grammar: Grammar | None = Field(None, description="GBNF or Lark")
+    regex: Grammar | None = Field(None, description="as in SGLang, like ebnf")
+    ebnf: Grammar | None = None
     dovetail: Wishes | None = None
+
+    @classmethod
+    def _named(cls, body: dict[str, Any]) -> dict[str, Any]:
+        return renamed(body)
 
     @model_validator(mode="before")
     @classmethod
@@ -298,6 +343,7 @@ class TokenizeBody(Body):
 
     model: str | None = Field(None, max_length=512)
     prompt: str | None = None
+    content: str | None = Field(None, description="a prompt, in llama-server's form")
     messages: (
         Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
         | None
@@ -310,6 +356,9 @@ class TokenizeBody(Body):
     )
     chat_template_kwargs: TemplateValues | None = None
     return_token_strs: bool = False
+    add_special: bool = Field(False, description="the same, of `content`")
+    parse_special: Literal[True] = True
+    with_pieces: bool = Field(False, description="return the text of each token of `content`")
 
 
 class DetokenizeBody(Body):
