@@ -204,6 +204,22 @@ class HttpSettings(Frozen):
         "enable_thinking",
     )
 
+    special_tokens: bool = Field(
+        False,
+        description="control tokens in the messages of chats are control tokens of the prompt; "
+        "false: they are plain text",
+    )
+    reasoning: Literal["split", "inline"] = Field(
+        "split",
+        description="split: a model's thoughts are the reasoning_content of a reply; inline: they "
+        "are part of its text",
+    )
+    tools: Literal["constrained", "free"] = Field(
+        "constrained",
+        description="constrained: a grammar keeps tool calls to the schemas of their tools; free: "
+        "calls are read from what the model writes",
+    )
+
     @model_validator(mode="after")
     def _page_is_there(self) -> Self:
         if self.page == "dashboard" and self.dashboard == "off":

@@ -14,7 +14,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), ()),
     "max_completion_tokens": (),
@@ -24,14 +24,11 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "top_logprobs": (0,),
     "echo": (False,),
-    # structured output, under any name
-    **dict.fromkeys(("grammar", "regex", "ebnf", "format"), ("",)),
+    # structured output that is not served
+    "format": ("",),
     "grammar_lazy": (False,),
     "grammar_triggers": ([],),
-    "guided_choice": ([],),
-    "json_schema": ({},),
-    **dict.fromkeys(("structural_tag", "structured_outputs", "guided_json", "guided_regex"), ()),
-    **dict.fromkeys(("guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern"), ()),
+    "structural_tag": (),
     # samplers
     **dict.fromkeys(("samplers", "logits_processors", "bad_words"), ([],)),
     **dict.fromkeys(("use_beam_search", "early_stopping", "penalize_nl", "watermark"), (False,)),
@@ -107,12 +104,13 @@ INSTEAD: Mapping[str, str] = {
 BENIGN = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls", "priority"),
+        *("prompt_cache_retention", "prompt_cache_options", "priority"),
         *("request_id", "rid", "cache_prompt", "id_slot", "slot_id"),
         *("spaces_between_special_tokens", "include_reasoning", "xtc_threshold", "dry_base"),
         *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau"),
         *("mirostat_eta", "dynatemp_exponent", "smoothing_curve", "speculative.n_max"),
         *("speculative.n_min", "speculative.p_min", "keep_alive"),
+        "guided_decoding_backend",
     )
 )
 """Fields that change no reply: accounts, routing, numbers of unused samplers."""

@@ -22,6 +22,7 @@ from dovetail.runtime.http.apis.openai import open_writer
 from dovetail.runtime.http.apis.writers import OpenWriter, Writer
 from dovetail.runtime.http.asked import Aliases, RequestTarget, Told
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from dovetail.runtime.http.constraints import Compilers
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.errors import ApiError, unavailable, unread
 from dovetail.runtime.http.exposition import Exposition, ReplyWatch
@@ -87,6 +88,7 @@ class Service:
         self.began = int(time.time())
         self.runs: set[Run] = set()
         self.watch = self._watch() if terms.dashboard != "off" else None
+        self._compilers = Compilers()
         self._reading = ThreadPoolExecutor(RENDERERS, "reading")
         self._readings: defaultdict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, RENDERERS // 2)
@@ -234,10 +236,13 @@ class Service:
         return order.submits[0].tokens or ()
 
     async def _order(self, body: ChatOrTextBody, target: RequestTarget, owner: str) -> Order:
+        constraint = await self._compilers.constraint(body, target)
+
         def read() -> Order:
             if isinstance(body, ChatBody):
-                return chat_order(body, target, self.terms.defaults, owner)
-            return completion_order(body, target, self.terms.defaults, owner)
+                return chat_order(body, target, self.terms.defaults, owner, constraint)
+            order = completion_order(body, target, self.terms.defaults, owner)
+            return order if constraint is None else order.under(constraint)
 
         return await self._read(read, body, owner)
 
