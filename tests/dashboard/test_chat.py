@@ -153,7 +153,8 @@ def test_text_is_matched_with_its_tokens_however_both_are_cut(chat: Page) -> Non
           let state = 7;
           const random = (n) => (state = (state * 48271) % 2147483647) % n;
           for (let trial = 0; trial < 300; trial += 1) {
-            const tokens = Array.from({ length: 30 }, () => [["a", " b", "c d", "<m>", "\\n", ""][random(6)], random(2)]);
+            const one = () => ["a", " b", "c d", "<m>", "\\n", ""][random(6)];
+            const tokens = Array.from({ length: 30 }, () => [one(), random(2)]);
             const text = tokens.map(([t]) => (t === "<m>" ? "" : t)).join("");
             const pieces = new Pieces();
             const out = [];
