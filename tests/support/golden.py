@@ -364,6 +364,7 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             speculate=False,
             trace=True,
             record=True,
+            progress=True,
             ahead=False,
             ticket="chatcmpl-0123456789abcdef/0",
             memo=b"{}",
@@ -395,6 +396,7 @@ def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             logprobs=(facts.logprobs, facts.logprobs),
             fingerprint="0123456789ab",
         ),
+        "prompt_read": m.PromptRead(epoch=1, request=9, total=12000, cached=5000, done=8200),
         "prompt_scored": m.PromptScored(epoch=1, request=9, start=1, logprobs=(facts.logprobs,)),
         "recorded": m.Recorded(epoch=1, request=9, record=_record(m)),
         "finished": m.Finished(
