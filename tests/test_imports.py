@@ -20,6 +20,7 @@ MAY_IMPORT = {
 }
 DOORS = {
     "zmq": ("protocol/links/", "protocol/keys.py"),
+    "llguidance": ("protocol/grammar.py",),
     "msgpack": ("protocol/codec.py", "runtime/record/recording.py", "runtime/journal/entries.py"),
     "tokenizers": (
         "runtime/text/tokenizer.py",

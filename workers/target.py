@@ -38,6 +38,7 @@ from dovetail.protocol.messages import (
     Verified,
     Verify,
     VerifyItem,
+    grammar_engine,
 )
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.spans import Span, Spans
@@ -123,6 +124,7 @@ class TargetWorker:
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
             experts=identity.experts,
+            grammars=grammar_engine(),
             placement=identity.placement,
         )
 

@@ -58,6 +58,7 @@ Reply = (
     Welcome
     | Emitted
     | PromptScored
+    | PromptRead
     | Recorded
     | Finished
     | Recalled

@@ -2,7 +2,7 @@
 sessions and sockets."""
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Submit
+from dovetail.protocol.messages import Constraint, Submit
 from dovetail.protocol.noise import random_seed, session_key
 from dovetail.protocol.settings import misfit
 from dovetail.runtime.engine.faults import one_line, reraise_exits
@@ -41,10 +41,12 @@ def read_request(
         vocabulary_size=target.facts.size,
         stop=submit.stop,
         record=submit.record,
+        progress=submit.progress,
         logprobs=submit.logprobs,
         scored=submit.scored,
         owner=(owner := f"{client}/{submit.owner}"),
         scope=owner if alone else "",
+        constraint=submit.constraint,
     )
 
 
@@ -67,6 +69,22 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
         )
         raise RequestError("settings", text)
     check_least(sampling.min_tokens, submit.max_tokens)
+    if submit.constraint is not None:
+        _check_constraint(submit, submit.constraint, target)
+
+
+def _check_constraint(submit: Submit, constraint: Constraint, target: Worker) -> None:
+    if not target.obeys(constraint):
+        has = target.hello.grammars or "no library for grammars"
+        text = (
+            f"the grammar was compiled by {constraint.engine}, and the target {target.name} has "
+            f"{has}: install the same version on both machines"
+        )
+        raise RequestError("constraint", text)
+    end = target.facts.end
+    if ignored := set(end).difference(end if submit.end is None else submit.end):
+        text = f"a grammar ends with one of the model's end tokens, but {min(ignored)} does "
+        raise RequestError("constraint", f"{text}not end this reply: add it to `end`")
 
 
 def attempt(

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from dovetail.protocol.messages import MAX_ENDS, MAX_STOPS, MAX_TOKENS, MAX_TOP, MAX_TURNS
 from dovetail.protocol.settings import MAX_BIASES
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.fields import BENIGN, check_fields
+from dovetail.runtime.http.fields import BENIGN, check_fields, renamed
 
 MAX_CHOICES = 128  # replies to one request: prompts times n
 LONGEST_KIND = 40  # characters of an unknown type that an error shows
@@ -69,9 +69,15 @@ class Body(BaseModel):
     def _known(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        body = cls._named(body)
         if cls._is_read(body):
             check_fields(body, cls.model_fields, benign=cls.benign, param=cls.place)
         return {name: whole(value) for name, value in body.items()}
+
+    @classmethod
+    def _named(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields under our names."""
+        return body
 
     @classmethod
     def _is_read(cls, _body: dict[str, Any]) -> bool:
@@ -150,7 +156,14 @@ class Decoding(Body):
         ]
         | None
     ) = Field(None, description="token id -> bias added to its logit")
+    return_progress: bool | None = Field(
+        None, description="events with `prompt_progress` while the prompt is read, in streams"
+    )
     dovetail: Wishes | None = None
+
+    @classmethod
+    def _named(cls, body: dict[str, Any]) -> dict[str, Any]:
+        return renamed(body)
 
     @model_validator(mode="before")
     @classmethod
@@ -298,6 +311,7 @@ class TokenizeBody(Body):
 
     model: str | None = Field(None, max_length=512)
     prompt: str | None = None
+    content: str | None = Field(None, description="a prompt, in llama-server's form")
     messages: (
         Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
         | None
@@ -310,6 +324,9 @@ class TokenizeBody(Body):
     )
     chat_template_kwargs: TemplateValues | None = None
     return_token_strs: bool = False
+    add_special: bool = Field(False, description="the same, of `content`")
+    parse_special: Literal[True] = True
+    with_pieces: bool = Field(False, description="return the text of each token of `content`")
 
 
 class DetokenizeBody(Body):

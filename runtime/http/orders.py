@@ -61,6 +61,7 @@ class Order:
     usage_chunk: bool
     usage_always: bool
     wishes: Wishes
+    progress: bool = False  # whether a stream has the progress of its prompt
     logprobs: int | None = None  # the number of alternatives with log-probabilities for each token
     echo: tuple[str, ...] | None = None  # the prompts as text, if returned before the replies
     name: str = ""  # the id of the response, which is unguessable
@@ -128,9 +129,12 @@ def completion_order(
 
 def tokens_of(body: TokenizeBody, target: RequestTarget, defaults: Defaults) -> tuple[int, ...]:
     """Return the token ids of a text or of messages."""
-    if (body.prompt is None) == (body.messages is None):
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
         raise ApiError(400, "give either a prompt or messages", param="prompt")
-    with _refusing("prompt" if body.prompt is not None else "messages"):
+    with _refusing(given[0]):
+        if body.content is not None:
+            return target.text.encode(body.content, special=body.add_special)
         if body.prompt is not None:
             return target.text.encode(body.prompt, special=body.add_special_tokens)
         return _rendered(body, target, defaults.template, reply=body.add_generation_prompt)
@@ -177,6 +181,7 @@ def _order(
             tree=defaults.tree,
             speculate=defaults.speculate and wishes.speculate,
             ahead=defaults.ahead,
+            progress=True,
         )
 
     return Order(
@@ -189,6 +194,7 @@ def _order(
         usage_chunk=body.usage_chunk,
         usage_always=body.usage_always,
         wishes=wishes,
+        progress=bool(body.return_progress and body.stream),
         logprobs=logprobs,
         echo=echo,
         asked=getattr(body, _length_field(body)) or 0,

@@ -5,7 +5,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.protocol.messages import Emitted, Failed, PromptScored, Result, TokenLogprobs
+from dovetail.protocol.messages import (
+    Emitted,
+    Failed,
+    PromptRead,
+    PromptScored,
+    Result,
+    TokenLogprobs,
+)
 from dovetail.runtime.http.asked import RequestTarget, Told
 from dovetail.runtime.http.decoding import ended_early
 from dovetail.runtime.http.errors import of_failure
@@ -100,6 +107,7 @@ class Reply:
         self.completion_tokens = 0
         self._order, self._target = order, target
         self._submit = order.submits[index]
+        self.prompt_tokens = len(self._submit.tokens or ())
         self._ends = (
             self._submit.end if self._submit.end is not None else target.described.vocabulary.end
         )
@@ -112,11 +120,30 @@ class Reply:
         reads = target.text.detokenizer(self._submit.tokens or ()) if wanted else None
         self._tokens = Tokens(reads, len(self._prompt)) if reads is not None else None
 
+    @property
+    def cut(self) -> bool:
+        """Whether a stop string ended the reply."""
+        result = self.result
+        if result is None or result.finish_reason != "stop" or not result.token_ids:
+            return False
+        return result.token_ids[-1] not in self._ends
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the reply, if one did."""
+        if self.result is None or not self.cut:
+            return None
+        text = self._target.text.decode(self.result.token_ids, special=True)
+        found = {text.find(stop): stop for stop in self._submit.stop if stop in text}
+        return found[min(found)] if found else None
+
     def hear(self, told: Told) -> Part | None:
         """Return the new part, if any; raise the error of a reply that failed."""
         match told:
             case PromptScored():
                 self._scores += told.logprobs
+                return None
+            case PromptRead():
                 return None
             case Emitted():
                 return self._emitted(told)
@@ -141,12 +168,7 @@ class Reply:
         self.result, self.completion_tokens = result, result.completion_tokens
         text, tokens = self._echo()
         if self._tokens is not None:
-            cut = (
-                result.finish_reason == "stop"
-                and result.token_ids[-1:] != ()
-                and result.token_ids[-1] not in self._ends
-            )
-            tokens += self._tokens.rest(self._length, cut=cut)
+            tokens += self._tokens.rest(self._length, cut=self.cut)
         return Part(_as_text(text), tokens, result)
 
     def _echo(self) -> tuple[str, list[ShownToken]]:

@@ -22,6 +22,7 @@ from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import UserError, printable
 from dovetail.protocol.interruptions import uninterrupted
 from dovetail.protocol.messages import (
+    Constraint,
     Count,
     Ends,
     Hello,
@@ -56,6 +57,7 @@ class RecordedRequest(Frozen):
     record: bool
     logprobs: int | None
     scored: bool
+    constraint: Constraint | None = None
 
 
 class From(Frozen):

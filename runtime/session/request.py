@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
-from dovetail.protocol.messages import Open, Reads, Scored, TokenLogprobs
+from dovetail.protocol.messages import Constraint, Open, Reads, Scored, TokenLogprobs
 from dovetail.protocol.settings import Sampling, TreeSettings
 
 TOKEN_BYTES = 4
@@ -54,12 +54,14 @@ class Request:
     vocabulary_size: int
     stop: tuple[str, ...] = ()
     record: bool = False
+    progress: bool = False
     logprobs: int | None = None
     scored: bool = False
     owner: str = ""
     scope: str = ""
     """Whose cached rows the request may reuse: those of requests with the same scope."""
     least_capacity: int = 0
+    constraint: Constraint | None = None
     packed: bytes = field(init=False, repr=False)
     """The prompt in the form that the prefix cache compares; computed with the request, when a
     millisecond does not matter."""
@@ -106,6 +108,7 @@ class Request:
             vocabulary_size=self.vocabulary_size,
             end=self.end,
             sampling=self.sampling,
+            constraint=self.constraint,
             tree=self.tree,
             features=reads,
             replied=len(log) - len(self.prompt),
