@@ -133,6 +133,7 @@ class DraftWorker(Generic[SessionT]):
                 kept=its.kept_tokens,
                 prompt_rows=engine.prompt_rows,
                 together=its.together,
+                levels=engine.levels,
                 shares=self._keeper is not None and self._keeper.shares,
             ),
             vocabulary=its.vocabulary,

@@ -111,6 +111,7 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
             kept=8192,
             prompt_rows=256,
             together=64,
+            levels=7,
             room=65536,
             shares=True,
         ),
