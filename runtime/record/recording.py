@@ -56,12 +56,13 @@ class RecordedRequest(Frozen):
     record: bool
     logprobs: int | None
     scored: bool
+    blocks: bytes = b""
 
 
 class From(Frozen):
     """`kept.Base`."""
 
-    session: Count
+    session: Count | None
     tokens: Count
     shared: bool = False
 

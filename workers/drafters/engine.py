@@ -2,13 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.workers.sessions.prefix_cache import Left
 from dovetail.workers.speculation.proposal import Order, Proposal
+
+if TYPE_CHECKING:
+    from dovetail.workers.models.segment import Cache
 
 
 class EngineSession(Protocol):
@@ -96,6 +99,10 @@ class Keeper(Engine[SessionT]):
     @abstractmethod
     def left(self, session: SessionT) -> Left:
         """Return the log and rows of an open session."""
+
+    @abstractmethod
+    def restored(self, log: list[int], cache: "Cache") -> Left:
+        """Return stored rows of the first tokens of a log, for a session to start from."""
 
     @property
     @abstractmethod
