@@ -20,6 +20,7 @@ MAY_IMPORT = {
 }
 DOORS = {
     "zmq": ("protocol/links/", "protocol/keys.py"),
+    "llguidance": ("protocol/grammar.py",),
     "msgpack": ("protocol/codec.py", "runtime/record/recording.py", "runtime/journal/entries.py"),
     "tokenizers": (
         "runtime/text/tokenizer.py",
@@ -35,7 +36,7 @@ DOORS = {
     "sklearn": ("workers/training/stratify.py",),
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),
-    "uvicorn": ("runtime/http/server.py",),
+    "uvicorn": ("runtime/http/serving/server.py",),
     "uvloop": ("launch/commands/http.py", "launch/commands/router.py"),
     "httptools": ("runtime/router/upstream.py",),
     "prometheus_client": ("runtime/http/exposition.py",),

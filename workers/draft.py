@@ -36,6 +36,7 @@ from dovetail.protocol.messages import (
     Reading,
     ReadItem,
     VocabularyFacts,
+    grammar_engine,
 )
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
@@ -108,6 +109,11 @@ class DraftWorker(Generic[SessionT]):
     def sessions(self) -> int:
         return len(self._held)
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the draft has a vocabulary of its own."""
+        return self._identity.vocabulary is not None
+
     def session(self, number: int) -> SessionT:
         """Return the engine's session of that number; raise `RequestError` if it is not open."""
         return find_session(self._held, number).session
@@ -137,6 +143,7 @@ class DraftWorker(Generic[SessionT]):
             vocabulary=its.vocabulary,
             table=None if its.table is None else Array.of(its.table.packed),
             reads=engine.reads,
+            grammars="" if engine.vocabulary is None else grammar_engine(),
             looks_up=engine.looks_up,
             cores=tuple(sorted(os.sched_getaffinity(0))) if its.device == "cpu" else (),
             curves=tuple(its.curves),

@@ -38,6 +38,7 @@ from dovetail.protocol.messages import (
     Verified,
     Verify,
     VerifyItem,
+    grammar_engine,
 )
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.spans import Span, Spans
@@ -129,6 +130,7 @@ class TargetWorker:
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
             experts=identity.experts,
+            grammars=grammar_engine(),
             placement=identity.placement,
             blocks=b"" if identity.blocks is None else identity.blocks.begin(epoch),
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.errors import RequestError, SettingsError
+from dovetail.protocol.grammar import GrammarVocabulary
 from dovetail.protocol.messages import (
     MAX_SESSIONS,
     Command,
@@ -261,7 +262,8 @@ def _load_both(
 def _in_turn(
     verifying: TargetWorker, engine: Engine[Any], identity: Identity, spans: Spans
 ) -> tuple[Worker, Worker]:
-    turns = Turns()
+    turns, own = Turns(), verifying.model.checkpoint
+    engine.vocabulary = lambda: GrammarVocabulary.of(own.tokenizer, own.vocabulary)
     return InTurn(verifying, turns), InTurn(_Draft(engine, identity, spans), turns)
 
 

@@ -5,8 +5,11 @@ import asyncio
 import gc
 import logging
 import re
+import sys
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, TextIO
 
 import click
 import uvloop
@@ -20,15 +23,18 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.settings.http_keys import KeyFile
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import byte_count
-from dovetail.runtime.http.guard import Guard, shared
-from dovetail.runtime.http.listening import listen
-from dovetail.runtime.http.server import Connections, serve
-from dovetail.runtime.router.app import Fleet, Router
+from dovetail.protocol.settings import HttpSettings, byte_count
+from dovetail.runtime.http.serving.guard import Guard, shared
+from dovetail.runtime.http.serving.listening import listen
+from dovetail.runtime.http.serving.server import Connections, serve
+from dovetail.runtime.router.app import Fleet, Front, Router
+from dovetail.runtime.router.loading import Pool
+from dovetail.runtime.router.models import ModelRouter
 from dovetail.runtime.router.upstream import Upstream
 
 log = logging.getLogger("dovetail.router")
 
+MOST_LINE = 1 << 20  # bytes of a line of the supervisor
 REPLICA = re.compile(r"http://[^/?#@\s]+:[0-9]{1,5}/?")
 
 
@@ -45,6 +51,12 @@ REPLICA = re.compile(r"http://[^/?#@\s]+:[0-9]{1,5}/?")
     type=EXISTING_FILE,
     help="File of such URLs, one per line, reread when it changes.",
 )
+@click.option(
+    "--models",
+    is_flag=True,
+    hidden=True,
+    help="Serve the models that the parent loads, by lines on standard input and output.",
+)
 @parent_option
 @settings_flags(
     "http.host",
@@ -54,10 +66,17 @@ REPLICA = re.compile(r"http://[^/?#@\s]+:[0-9]{1,5}/?")
     "http.body",
     "http.connections",
     "http.cors",
+    "http.deadline_s",
+    "http.most_models",
+    "http.unload_s",
     shown=("http.host", "http.port", "http.api_key_file"),
 )
 def command(
-    configuration: Configuration, urls: tuple[str, ...], replicas: Path | None, parent: int | None
+    configuration: Configuration,
+    urls: tuple[str, ...],
+    replicas: Path | None,
+    models: bool,
+    parent: int | None,
 ) -> None:
     """Spread requests over several services until SIGTERM or Ctrl-C.
 
@@ -71,7 +90,7 @@ def command(
     name_process("router")
     log_to_stderr(logging.WARNING if parent else logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-    if not urls and replicas is None:
+    if not urls and replicas is None and not models:
         raise UserError(
             "a router needs services: name each with --connect URL, or a file of them with "
             "--replicas"
@@ -90,11 +109,11 @@ def command(
             notifier.ready()
 
         async def run() -> None:
-            upstream = Upstream()
-            fleet = Fleet(listed, upstream)
-            await fleet.look()
-            looking = asyncio.create_task(fleet.run())
-            router = Router(fleet, upstream)
+            if models:
+                router, loop = await _open_models(http, said)
+            else:
+                router, loop = await _open_replicas(listed)
+            looking = asyncio.create_task(loop())
             guard = Guard(
                 router, keys=keys, most_body_bytes=byte_count(http.body), only_local_names=not keys
             )
@@ -114,6 +133,42 @@ def command(
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run())
+
+
+Opened = tuple[Front, Callable[[], Coroutine[Any, Any, None]]]
+"""A router, and the loop that keeps it informed."""
+
+
+async def _open_replicas(listed: "Listed") -> Opened:
+    upstream = Upstream()
+    fleet = Fleet(listed, upstream)
+    await fleet.look()
+    return Router(fleet, upstream), fleet.run
+
+
+async def _open_models(http: HttpSettings, said: TextIO) -> Opened:
+    """Return a router for models once the supervisor has named them on stdin; it ends when stdin
+    is closed."""
+    pool = Pool(most=http.most_models, idle_s=http.unload_s)
+
+    def wish(line: str) -> None:
+        print(line, file=said, flush=True)
+
+    router = ModelRouter(pool, Upstream(), wish, deadline_s=http.deadline_s)
+    reader = asyncio.StreamReader(limit=MOST_LINE)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer
+    )
+    router.told(await reader.readline())
+
+    async def listen_to_supervisor() -> None:
+        while line := await reader.readline():
+            router.told(line)
+
+    async def loop() -> None:
+        await asyncio.gather(router.run(), listen_to_supervisor())
+
+    return router, loop
 
 
 class Listed:

@@ -14,12 +14,12 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, json_option, option
+from dovetail.launch.console.help import HelpCommand, json_option, option, parent_option
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.terminal import note, spinner
-from dovetail.launch.extras import extra
-from dovetail.launch.processes import preflight
-from dovetail.launch.processes.child import name_process
+from dovetail.launch.extras import extra, installed
+from dovetail.launch.processes import forked, preflight
+from dovetail.launch.processes.child import end_with, name_process
 from dovetail.launch.processes.connection import (
     ends_of,
     kernels_of,
@@ -27,8 +27,9 @@ from dovetail.launch.processes.connection import (
     slow_kernels,
     with_choices,
 )
-from dovetail.launch.processes.preflight import check_coordinator, check_port
+from dovetail.launch.processes.preflight import check_coordinator, check_port, check_target
 from dovetail.launch.processes.serving.local import Local
+from dovetail.launch.processes.serving.models import Models, served_models
 from dovetail.launch.processes.serving.service import Service
 from dovetail.launch.processes.stack import check_models, check_stack
 from dovetail.launch.processes.supervise import Supervisor
@@ -37,8 +38,9 @@ from dovetail.launch.settings.flags import SERVING, settings_flags
 from dovetail.launch.settings.generation import with_generation_config
 from dovetail.launch.settings.http_keys import read_keys
 from dovetail.launch.settings.models import blocks_in_words
+from dovetail.launch.settings.several import Several
 from dovetail.protocol.errors import UserError
-from dovetail.runtime.http.listening import listen
+from dovetail.runtime.http.serving.listening import listen
 
 log = logging.getLogger("dovetail.serve")
 
@@ -56,14 +58,17 @@ ANYWHERE = ("0.0.0.0", "[::]")  # hosts that mean all addresses of a machine
 @settings_flags(
     *("target", "draft", "tree", "sampling", "memory", "cache", "coordinator", "http", "ray"),
     shown=SERVING,
-    named=True,
+    several=True,
 )
-def command(configuration: Configuration, engine: str, as_json: bool) -> None:
+@parent_option
+def command(
+    configuration: Configuration, models: Several, engine: str, as_json: bool, parent: int | None
+) -> None:
     """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
 
     MODEL is the target: a folder, a GGUF file or the id of a model on the hub. Unless you name
     them, weights that fit and the best available draft are chosen. Without MODEL the embedded pair
-    is served.
+    is served. With several, or a folder of models, each is loaded when a request names it.
 
     Starts a coordinator, its workers and the HTTP API, and restarts any that fail. When all are
     ready, the URL is printed as one line on stdout. Other commands of this user on this machine
@@ -71,11 +76,16 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
     seconds to finish; a second signal ends them. The settings of tree and sampling are the defaults
     of requests.
     """
-    log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
+    if parent is not None:
+        end_with(parent)
+    log_to_stderr(logging.WARNING, "%(message)s" if parent else "%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
     flags = [origin for origin in configuration.origins.values() if origin.startswith("--ray.")]
     if engine == "local" and flags:
         raise UserError(f"{flags[0]} is for a Ray cluster: add --engine ray, or leave it out")
+    if len(models.sources) > 1:
+        _serve_several(configuration, models, engine, as_json=as_json)
+        return
     configuration, taken = with_generation_config(configuration)
     _check_addresses(configuration)
     configuration = with_choices(configuration)
@@ -121,6 +131,50 @@ def _check_addresses(configuration: Configuration) -> None:
     check_coordinator(coordinator.listen, remedy=remedy)
 
 
+OF_ONE = ("target.model", "coordinator.listen", "coordinator.keys", "coordinator.record")
+"""Settings that several models cannot share."""
+
+
+def _serve_several(
+    configuration: Configuration, models: Several, engine: str, *, as_json: bool
+) -> None:
+    """Serve several models behind one address, each loaded when it is wanted."""
+    if engine != "local":
+        raise UserError("--engine ray serves one model: name a single MODEL")
+    if given := [name for name in OF_ONE if configuration.given(name)]:
+        raise UserError(f"{given[0]} is of one model, and several are named: leave it out")
+    if not installed("launch.commands.router"):
+        raise UserError(
+            "this installation of dovetail lacks the router, which serves several models"
+        )
+    forked.dismiss()  # each model starts its own processes
+    _check_addresses(configuration)
+
+    def check(own: Configuration) -> None:
+        check_target(own.settings)
+
+    served = served_models(models.configurations(check, note))
+    name_process("serve")
+    with Supervisor() as supervisor:
+        pool = Models(supervisor, served, configuration)
+        try:
+            with spinner() as say:
+                pool.run_until_ready(say)
+            if as_json:
+                names = [model.name for model in served]
+                own = {"url": pool.url, "pid": os.getpid(), "pids": pool.pids}
+                click.echo(json.dumps({**own, "models": names}))
+            else:
+                click.echo(pool.url)
+                for model in served:
+                    size = f", about {model.size / 1e9:.3g} GB of memory" if model.size else ""
+                    note(f"  {model.name}{size}")
+                note(f"  stop: Ctrl-C, or kill {os.getpid()}")
+            pool.run()
+        except (KeyboardInterrupt, SystemExit):
+            pool.drain()
+
+
 def _introduce(service: Any, configuration: Configuration, *, as_json: bool) -> None:
     if no_chats := preflight.no_chats(configuration.settings.target):
         note(f"  {no_chats}")
@@ -150,8 +204,8 @@ def _introduce(service: Any, configuration: Configuration, *, as_json: bool) -> 
         f"  try it:  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' "
         f"-d '{json.dumps(hello)}'"
     )
-    page = f", or {url} in a browser" if configuration.settings.http.dashboard != "off" else ""
-    note(
-        f"  chat:    dovetail chat        monitor: dovetail top{page}        stop: Ctrl-C, or kill "
-        f"{os.getpid()}"
-    )
+    http = configuration.settings.http
+    chat_page = f"{url}, or " if http.page == "chat" and not no_chats else ""
+    dashboard = f"{url}/dashboard, or " if http.dashboard != "off" else ""
+    note(f"  chat:    {chat_page}dovetail chat")
+    note(f"  monitor: {dashboard}dovetail top        stop: Ctrl-C, or kill {os.getpid()}")

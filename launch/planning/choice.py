@@ -47,12 +47,12 @@ def with_choices(configuration: Configuration, say: Say) -> tuple[Configuration,
         return configuration, []
     if not model or (folder is not None and not (folder / "config.json").is_file()):
         return configuration, []
-    configuration, weights = _with_weights(configuration, folder)
+    configuration, weights = with_weights(configuration, folder)
     configuration, draft = _with_draft(configuration, folder, say)
     return configuration, [*weights, *draft]
 
 
-def _with_weights(
+def with_weights(
     configuration: Configuration, folder: Path | None
 ) -> tuple[Configuration, list[str]]:
     """The checkpoint's own numbers if they fit, else int8, or int4 if only that fits."""

@@ -3,7 +3,7 @@
 import difflib
 import os
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -13,6 +13,7 @@ from dovetail.launch.console.help import Grouped
 from dovetail.launch.console.migration import context_size
 from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS, Setting, names_in
 from dovetail.launch.settings.configure import configure
+from dovetail.launch.settings.several import Several
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import DRAFT_KINDS
 
@@ -86,30 +87,32 @@ def settings_flags(
     shown: Sequence[str] = BASIC,
     stratified: bool = True,
     named: bool = False,
+    several: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the flags of these sections or settings and `--config`, and the settings in
     force as `configuration`. `without`: short forms used otherwise; `shown`: settings in its
     `--help`; `stratified`: whether `heterospec` needs thresholds; `named`: whether the target may
-    be named without a flag."""
+    be named without a flag; `several`: several may be, which are passed as `models`."""
     stratified = stratified and "tree" in sections
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def with_configuration(
-            config: Path | None, model: str | None = None, **parameters: Any
-        ) -> Any:
+        def with_configuration(config: Path | None, model: Any = None, **parameters: Any) -> Any:
             given = take_settings(parameters)
             local = parameters.get("connect") is None and parameters.get("url") is None
-            return function(
-                configuration=configure(
-                    flags=given, file=config, model=model, demo=local, stratified=stratified
-                ),
-                **parameters,
-            )
+            read = partial(configure, flags=given, file=config, stratified=stratified)
+            if several:
+                parameters["models"] = several_named = Several(model, read)
+                sources = several_named.sources
+                local = local and len(sources) < 2
+                model = sources[0] if len(sources) == 1 else None
+            return function(configuration=read(model=model, demo=local), **parameters)
 
         decorated: Callable[..., Any] = with_configuration
-        if named:
-            decorated = click.argument("model", required=False)(decorated)
+        if named or several:
+            decorated = click.argument("model", required=False, nargs=-1 if several else 1)(
+                decorated
+            )
         for option in reversed(_options(sections, without, shown)):
             decorated = option(decorated)
         return decorated

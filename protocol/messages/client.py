@@ -8,9 +8,11 @@ from dovetail.protocol.arrays import Array
 from dovetail.protocol.messages.parts import (
     MAX_MEMO,
     MAX_MOVES,
+    MAX_RELAXED,
     MAX_STOPS,
     MAX_TOKENS,
     MAX_TURNS,
+    Constraint,
     Count,
     Ends,
     FinishReason,
@@ -81,6 +83,8 @@ class Submit(Message):
     only for requests of the same owner."""
     end: Ends | None = None
     """Ids that end the reply; None: the target's."""
+    constraint: Constraint | None = None
+    """The grammar that the reply follows; None: none. It needs a target with end tokens."""
     vocabulary: Name = ""
     """Digest of the vocabulary of `tokens`; the request fails if the target's differs. Empty: not
     checked."""
@@ -283,6 +287,8 @@ class Described(Message):
     """The bytes of tokenizer.json."""
     table: Array | None = None
     """The vocabulary as a packed `TokenTable`."""
+    grammars: Name = ""
+    """As in Hello."""
 
 
 class Recorded(Message):
@@ -303,6 +309,18 @@ class DraftFailure(Frozen):
     """The round in which it failed; 0: before the first."""
     after_s: Annotated[float, Field(ge=0.0)]
     """Seconds since the request arrived."""
+
+
+class Followed(Frozen):
+    """How a reply followed its grammar."""
+
+    kind: Name
+    engine: Name
+    relaxed: Annotated[tuple[Name, ...], Field(max_length=MAX_RELAXED, fail_fast=True)] = ()
+    """As in the request."""
+    complete: bool
+    """True if the reply ended where the grammar allows it; False if it was cut off, such as by
+    its maximum length."""
 
 
 class Result(Frozen):
@@ -365,6 +383,8 @@ class Result(Frozen):
     weights were streamed."""
     draft_failure: DraftFailure | None = None
     """None: the draft never failed."""
+    constraint: Followed | None = None
+    """None: the reply had no grammar."""
 
 
 class Finished(Message):

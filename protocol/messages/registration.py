@@ -1,5 +1,6 @@
 """The messages with which a worker or a client registers, and a worker's description of itself."""
 
+from importlib.metadata import version
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -29,6 +30,11 @@ from dovetail.protocol.messages.parts import (
 )
 from dovetail.protocol.prefixes import NAME_BYTES
 from dovetail.protocol.settings import Frozen
+
+
+def grammar_engine() -> str:
+    """Return the library of `protocol/grammar.py` with its version, without importing it."""
+    return f"llguidance {version('llguidance')}"
 
 
 class Fingerprint(Frozen):
@@ -172,6 +178,9 @@ class Hello(Message):
     """The hidden states that a draft may read from this target; None for a draft."""
     reads: Reads | None = None
     """The features that this draft reads from its target; None if it reads none."""
+    grammars: Name = ""
+    """The library by which it masks tokens, with its version; empty: it does not. A target without
+    it is not sent constrained requests; such a draft proposes unmasked tokens."""
     looks_up: bool = False
     """True if this draft proposes only what `protocol/lookup.py` finds in the log: without a match
     it need not be asked."""
@@ -297,5 +306,6 @@ class Failed(Message):
         "internal",
         "protocol",
         "swap",
+        "constraint",
     ]
     text: Annotated[str, Field(max_length=4096)]

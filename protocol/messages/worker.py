@@ -12,6 +12,7 @@ from dovetail.protocol.messages.parts import (
     MAX_TOKENS,
     AboutSession,
     BesideFields,
+    Constraint,
     Count,
     Ends,
     Floats,
@@ -87,6 +88,9 @@ class Open(AboutSession):
     end: Ends = ()
     """Ids that end the reply, which `Sampling.min_tokens` holds back."""
     sampling: Annotated[Sampling, AfterValidator(plain)]
+    constraint: Constraint | None = None
+    """The grammar of the reply: a target masks what it does not allow, after the processors that
+    look back and before temperature. A draft that does the same proposes more that is accepted."""
     tree: TreeSettings
     features: Reads | None = None
     """The features that the session's draft reads: the target must send them for every token that

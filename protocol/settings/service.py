@@ -1,9 +1,9 @@
 """Settings of memory, of the coordinator, and of the HTTP API."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dovetail.protocol.settings.values import Frozen, byte_count, template_values
 
@@ -181,6 +181,16 @@ class HttpSettings(Frozen):
     deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
         600.0, description="a request that takes longer is ended"
     )
+    unload_s: Annotated[float, Field(ge=0.0, le=1e9)] = Field(
+        300.0,
+        description="if several models are served, one without a request for this long is "
+        "unloaded; 0: never",
+    )
+    most_models: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
+        0,
+        description="how many of several served models may be loaded at once; 0: as many as fit "
+        "into memory",
+    )
     receive_s: Annotated[float, Field(gt=0.0, le=3600.0)] = Field(
         20.0, description="time limit for receiving a request, and for a client that stops reading"
     )
@@ -188,10 +198,13 @@ class HttpSettings(Frozen):
     connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         4096, description="most open connections; further ones are refused with 503"
     )
+    page: Literal["chat", "dashboard", "off"] = Field(
+        "chat", description="the page at /; the dashboard is also at /dashboard"
+    )
     dashboard: Literal["auto", "full", "anonymous", "off"] = Field(
         "auto",
-        description="the page at /: full shows the tokens of all requests, anonymous none of "
-        "them; auto: full without a key",
+        description="the page at /dashboard: full shows the tokens of all requests, anonymous none "
+        "of them; auto: full without a key",
     )
     cors: str = Field(
         "",
@@ -208,6 +221,12 @@ class HttpSettings(Frozen):
         description="JSON object: default values for the target's chat template, such as "
         "enable_thinking",
     )
+
+    @model_validator(mode="after")
+    def _page_is_there(self) -> Self:
+        if self.page == "dashboard" and self.dashboard == "off":
+            raise ValueError("page is dashboard, and dashboard is off: set page to chat or off")
+        return self
 
     @field_validator("chat_template_kwargs")
     @classmethod

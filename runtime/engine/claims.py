@@ -204,6 +204,8 @@ class Claims:
             return True
         if entry.submit.vocabulary != target.facts.digest:
             return False
+        if not target.obeys(entry.submit.constraint):
+            return False
         return (
             not entry.tokens
             or fingerprint == entry.fingerprint

@@ -169,6 +169,7 @@ class ClientRequests:
             vocabulary=target.facts,
             tokenizer=target.hello.tokenizer,
             table=target.hello.table,
+            grammars=target.hello.grammars,
         )
 
     def _give_up(self, client: ClientPeer, number: int) -> None:

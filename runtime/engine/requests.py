@@ -2,7 +2,7 @@
 sessions and sockets."""
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Submit
+from dovetail.protocol.messages import Constraint, Submit
 from dovetail.protocol.noise import random_seed, session_key
 from dovetail.protocol.prefixes import digest_of
 from dovetail.protocol.settings import misfit
@@ -46,6 +46,7 @@ def read_request(submit: Submit, target: Worker, client: str = "", sharing: str 
         owner=(owner := f"{client}/{submit.owner}"),
         scope=(scope := "" if sharing == "all" else owner),
         blocks=b"" if sharing == "off" else digest_of(scope),
+        constraint=submit.constraint,
     )
 
 
@@ -68,6 +69,22 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
         )
         raise RequestError("settings", text)
     check_least(sampling.min_tokens, submit.max_tokens)
+    if submit.constraint is not None:
+        _check_constraint(submit, submit.constraint, target)
+
+
+def _check_constraint(submit: Submit, constraint: Constraint, target: Worker) -> None:
+    if not target.obeys(constraint):
+        has = target.hello.grammars or "no library for grammars"
+        text = (
+            f"the grammar was compiled by {constraint.engine}, and the target {target.name} has "
+            f"{has}: install the same version on both machines"
+        )
+        raise RequestError("constraint", text)
+    end = target.facts.end
+    if ignored := set(end).difference(end if submit.end is None else submit.end):
+        text = f"a grammar ends with one of the model's end tokens, but {min(ignored)} does "
+        raise RequestError("constraint", f"{text}not end this reply: add it to `end`")
 
 
 def attempt(

@@ -7,7 +7,15 @@ from functools import cached_property
 from threading import Lock
 from typing import NamedTuple
 
-from dovetail.protocol.messages import Hello, Limits, Message, Probed, VocabularyFacts, WorkerState
+from dovetail.protocol.messages import (
+    Constraint,
+    Hello,
+    Limits,
+    Message,
+    Probed,
+    VocabularyFacts,
+    WorkerState,
+)
 from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.costs.passes import RowCosts
@@ -218,6 +226,10 @@ class Worker:
         """Return whether two targets have the same vocabulary."""
         return (self.facts.digest, self.facts.size) == (other.facts.digest, other.facts.size)
 
+    def obeys(self, constraint: Constraint | None) -> bool:
+        """Return whether, as a target, it makes replies follow a grammar."""
+        return constraint is None or constraint.engine == self.hello.grammars
+
     def had_round(self, seconds: float, tokens: int, rows: int) -> None:
         """Learn from a round of one of its sessions, as a target, without prefill."""
         self.round_s.add(seconds)
@@ -266,6 +278,7 @@ class Worker:
             row_s=self.reading.row_s or None,
             sharing=max(1.0, self.sharing.value),
             ends=self.ends,
+            grammars=hello.grammars,
         )
 
 

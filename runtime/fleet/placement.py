@@ -240,6 +240,7 @@ class Placement:
             if other.plays("target")
             and other.available
             and other.reads_as(target)
+            and other.obeys(request.constraint)
             and request.capacity <= other.limits.context
         ]
         best = self.target(

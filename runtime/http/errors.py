@@ -103,6 +103,8 @@ def of_failure(failed: Failed) -> ApiError:
     match failed.code:
         case "settings":
             return ApiError(400, failed.text)
+        case "constraint":
+            return ApiError(400, failed.text, code="unsupported_grammar")
         case "prompt_too_long":
             return ApiError(400, failed.text, code="context_length_exceeded")
         case "capacity":

@@ -3,6 +3,7 @@ deadline or the end of the server cancels running replies."""
 
 import asyncio
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -17,16 +18,17 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.protocol.messages import Emitted, Reported
+from dovetail.runtime.http.apis.openai import open_writer
+from dovetail.runtime.http.apis.writers import Writer
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from dovetail.runtime.http.dashboard import Shown
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.errors import ApiError, unavailable, unread
-from dovetail.runtime.http.exposition import Exposition
+from dovetail.runtime.http.exposition import Exposition, ReplyWatch
 from dovetail.runtime.http.gateway import Gateway
-from dovetail.runtime.http.guard import OWNER, STRAIGHT, UNREAD
 from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
-from dovetail.runtime.http.replies import Writer, error_event, open_writer
+from dovetail.runtime.http.pages.site import Front
+from dovetail.runtime.http.pages.watch import Shown, Watch
 from dovetail.runtime.http.resuming import (
     Resumed,
     check_same,
@@ -35,7 +37,8 @@ from dovetail.runtime.http.resuming import (
     remembered,
     ticketed,
 )
-from dovetail.runtime.http.server import Connections
+from dovetail.runtime.http.serving.guard import OWNER, STRAIGHT, UNREAD
+from dovetail.runtime.http.serving.server import Connections
 from dovetail.runtime.telemetry.picture import folder_name, load_of
 from dovetail.runtime.text.templates import RENDERERS
 
@@ -70,6 +73,7 @@ class Terms:
     cors: str = ""  # the setting http.cors
     dashboard: Shown = "off"
     """Whether there is a dashboard, and whether it shows the tokens of requests."""
+    page: Front = "off"  # the page at /
 
 
 class Service:
@@ -80,11 +84,29 @@ class Service:
         self.exposition = Exposition()
         self.began = int(time.time())
         self.runs: set[Run] = set()
+        self.watch = self._watch() if terms.dashboard != "off" else None
         self._reading = ThreadPoolExecutor(RENDERERS, "reading")
         self._readings: defaultdict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, RENDERERS // 2)
         )
         """Limits the concurrent tokenizations of each owner, so that none takes all threads."""
+
+    def _watch(self) -> Watch:
+        terms = self.terms
+        about = {
+            "version": terms.version,
+            "began": self.began,
+            "pid": os.getpid(),
+            "chat": terms.page == "chat",
+        }
+        return Watch(
+            self.gateway,
+            shown=terms.dashboard,
+            name=self.name_of,
+            called=terms.called,
+            about=about,
+            used=self.exposition.used,
+        )
 
     def end(self) -> None:
         """Fail all waiting requests, since the server ends."""
@@ -150,7 +172,11 @@ class Service:
         try:
             owner = request.scope.get(OWNER, "")
             writer, model = await self._begin(body, run, owner, resumed)
-            answer = Answer(run, writer, self.exposition, model)
+            watches = [
+                self.exposition.watch(model, run.began_s, owner, reply.prompt_tokens)
+                for reply in writer.replies
+            ]
+            answer = Answer(run, writer, watches)
             if body.stream:
                 request.scope[UNREAD] = partial(run.fail, unread(self.connections.receive_s))
                 return Stream(answer, done)
@@ -303,9 +329,8 @@ class Service:
 class Answer:
     """One response while it is written, with its metrics."""
 
-    def __init__(self, run: Run, writer: Writer, exposition: Exposition, model: str) -> None:
-        self._run, self._writer = run, writer
-        self._watches = [exposition.watch(model, run.began_s) for _ in writer.replies]
+    def __init__(self, run: Run, writer: Writer, watches: Sequence[ReplyWatch]) -> None:
+        self._run, self._writer, self._watches = run, writer, watches
 
     async def whole(self) -> dict[str, Any]:
         """Return the response once it is complete."""
@@ -337,7 +362,7 @@ class Answer:
                     yield said.encode()
             yield self._writer.last_lines()
         except ApiError as error:
-            yield error_event(error)
+            yield self._writer.failed(error)
 
     def _note(self, index: int, told: Any) -> None:
         watch = self._watches[index]

@@ -22,6 +22,7 @@ from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import UserError, printable
 from dovetail.protocol.interruptions import uninterrupted
 from dovetail.protocol.messages import (
+    Constraint,
     Count,
     Ends,
     Hello,
@@ -57,6 +58,7 @@ class RecordedRequest(Frozen):
     logprobs: int | None
     scored: bool
     blocks: bytes = b""
+    constraint: Constraint | None = None
 
 
 class From(Frozen):

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter
 
 from dovetail.runtime.http.errors import ApiError, not_served, unavailable, wrong_method
-from dovetail.runtime.http.guard import Message, Receive, Scope, Send, answer
+from dovetail.runtime.http.serving.guard import Message, Receive, Scope, Send, answer
 from dovetail.runtime.router.choice import (
     Replica,
     ReplicaLoad,
@@ -132,14 +133,16 @@ class Call:
             self.connection.close()
 
 
-class Router:
+class Front(ABC):
     """Answers requests to the router itself, and passes on the others."""
 
-    def __init__(self, fleet: Fleet, upstream: Upstream) -> None:
-        self._fleet, self._upstream = fleet, upstream
+    TO = "replica"  # what requests are passed to, in metrics
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
         self._calls: set[Call] = set()
         self.counts: Counter[tuple[str, str]] = Counter()
-        """Numbers of events by kind (requests, retries, broken) and replica."""
+        """Numbers of events by kind (requests, retries, broken) and replica or model."""
 
     def end(self) -> None:
         """Cancel running requests."""
@@ -157,68 +160,42 @@ class Router:
         if path in own:
             wrong = wrong_method(scope["method"], path, "GET")
             await (answer(wrong, send) if scope["method"] != "GET" else own[path](send))
-        elif path in PASSED or path == MODELS or path.startswith(BELOW):
-            await self._pass_on(scope, receive, send)
+        elif self._passes(path):
+            body, call = await _whole(receive), Call()
+            self._calls.add(call)
+            watching = _watch(receive, call)
+            try:
+                await self._pass_on(scope, body, call, send)
+            finally:
+                self._calls.discard(call)
+                watching.cancel()
         else:
             await answer(not_served(scope["method"], path), send)
 
-    # -- requests that are passed on ---------------------------------------------------------------
+    @abstractmethod
+    def _passes(self, path: str) -> bool:
+        """Return whether requests to a path are passed on."""
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, call = await _whole(receive), Call()
-        request = _wanted(scope, body)
-        self._calls.add(call)
-        watching = _watch(receive, call)
-        try:
-            await self._try_all(scope, body, request, call, send)
-        finally:
-            self._calls.discard(call)
-            watching.cancel()
+    @abstractmethod
+    async def _pass_on(self, scope: Scope, body: bytes, call: Call, send: Send) -> None:
+        """Pass on a request."""
 
-    async def _try_all(
-        self, scope: Scope, body: bytes, request: Wanted, call: Call, send: Send
-    ) -> None:
-        """Pass the request to the first replica that can answer it."""
-        tried: set[str] = set()
-        refusal: tuple[Message, bytes] | None = None
-        while not call.gone:
-            left = [replica for replica in self._fleet.replicas if replica.url not in tried]
-            replica = choose(left, request, time.monotonic())
-            if replica is None:
-                break
-            noted = replica.noted
-            tried.add(replica.url)
-            self.counts["requests", replica.url] += 1
-            replica.in_flight += request.samples
-            replica.sent += request.samples
-            try:
-                refused = await self._ask(replica, scope, body, call, send)
-                if refused is None:
-                    return
-                refusal = refused
-            except Broken as error:
-                if call.gone:
-                    return
-                self._fleet.lost(replica, str(error))
-            finally:
-                replica.in_flight -= request.samples
-                if not replica.in_flight:  # it has prefilled everything, whatever was predicted
-                    replica.unread_s = 0.0
-                call.connection = None
-            replica.refused(request.blocks, noted)
-            self.counts["retries", replica.url] += 1
-        if call.gone:
-            return
-        if call.headed:
-            nobody = json.dumps(_nobody(self._fleet.replicas, tried).body).encode()
-            text = refusal[1] if refusal is not None else nobody
-            await send({"type": "http.response.body", "body": b"data: " + text + b"\n\n"})
-        elif refusal is not None:
-            head, content = refusal
-            await send(head)
-            await send({"type": "http.response.body", "body": content})
-        else:
-            await answer(_nobody(self._fleet.replicas, tried), send)
+    @abstractmethod
+    def _lost(self, replica: Replica, why: str) -> None:
+        """Handle the loss of a replica."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """Return the answer to /readyz."""
+
+    @abstractmethod
+    def _gauges(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of /metrics by their names, and then by replica or model."""
+
+    @property
+    @abstractmethod
+    def _serving(self) -> bool:
+        """Whether requests can be answered."""
 
     async def _ask(
         self, replica: Replica, scope: Scope, body: bytes, call: Call, send: Send
@@ -264,18 +241,107 @@ class Router:
             if not call.gone:
                 self.counts["broken", replica.url] += 1
                 log.warning("the replica %s broke off a reply: %s", replica.url, error)
-                self._fleet.lost(replica, str(error))
+                self._lost(replica, str(error))
             return None  # the server ends the client's connection, since the reply has no end
         await send({"type": "http.response.body", "body": b""})
         self._upstream.give_back(replica.url, connection)
         return None
 
+    async def _refuse(
+        self, call: Call, refusal: ApiError | tuple[Message, bytes], send: Send
+    ) -> None:
+        """Send an error, or a replica's refusal; in a stream that has begun, as an event."""
+        if call.headed:
+            text = (
+                json.dumps(refusal.body) if isinstance(refusal, ApiError) else refusal[1].decode()
+            )
+            event = f"data: {text}\n\n".encode()
+            await send({"type": "http.response.body", "body": event})
+        elif isinstance(refusal, ApiError):
+            await answer(refusal, send)
+        else:
+            head, content = refusal
+            await send(head)
+            await send({"type": "http.response.body", "body": content})
+
     # -- requests to the router itself -------------------------------------------------------------
 
     async def _health(self, send: Send) -> None:
-        await _json({}, send, 200 if self._serving else 503)
+        await json_answer({}, send, 200 if self._serving else 503)
 
     async def _readyz(self, send: Send) -> None:
+        await json_answer(self._state(), send, 200 if self._serving else 503)
+
+    async def _load(self, send: Send) -> None:
+        await json_answer({"server_load": len(self._calls)}, send)
+
+    async def _metrics(self, send: Send) -> None:
+        lines = []
+        for what in ("requests", "retries", "broken"):
+            lines.append(f"# TYPE dovetail_router_{what}_total counter")
+            lines += [
+                f'dovetail_router_{what}_total{{{self.TO}="{name}"}} {count}'
+                for (event, name), count in sorted(self.counts.items())
+                if event == what
+            ]
+        for what, values in self._gauges().items():
+            lines.append(f"# TYPE dovetail_router_{what} gauge")
+            lines += [
+                f'dovetail_router_{what}{{{self.TO}="{name}"}} {value}'
+                for name, value in values.items()
+            ]
+        text = "\n".join([*lines, ""]).encode()
+        await _answer(200, b"text/plain; version=0.0.4; charset=utf-8", text, send)
+
+
+class Router(Front):
+    """Passes each request to one of several replicas."""
+
+    def __init__(self, fleet: Fleet, upstream: Upstream) -> None:
+        super().__init__(upstream)
+        self._fleet = fleet
+
+    def _passes(self, path: str) -> bool:
+        return path in PASSED or path == MODELS or path.startswith(BELOW)
+
+    def _lost(self, replica: Replica, why: str) -> None:
+        self._fleet.lost(replica, why)
+
+    async def _pass_on(self, scope: Scope, body: bytes, call: Call, send: Send) -> None:
+        """Pass the request to the first replica that can answer it."""
+        request = _wanted(scope, body)
+        tried: set[str] = set()
+        refusal: tuple[Message, bytes] | None = None
+        while not call.gone:
+            left = [replica for replica in self._fleet.replicas if replica.url not in tried]
+            replica = choose(left, request, time.monotonic())
+            if replica is None:
+                break
+            noted = replica.noted
+            tried.add(replica.url)
+            self.counts["requests", replica.url] += 1
+            replica.in_flight += request.samples
+            replica.sent += request.samples
+            try:
+                refused = await self._ask(replica, scope, body, call, send)
+                if refused is None:
+                    return
+                refusal = refused
+            except Broken as error:
+                if call.gone:
+                    return
+                self._lost(replica, str(error))
+            finally:
+                replica.in_flight -= request.samples
+                if not replica.in_flight:  # it has prefilled everything, whatever was predicted
+                    replica.unread_s = 0.0
+                call.connection = None
+            replica.refused(request.blocks, noted)
+            self.counts["retries", replica.url] += 1
+        if not call.gone:
+            await self._refuse(call, refusal or _nobody(self._fleet.replicas, tried), send)
+
+    def _state(self) -> dict[str, Any]:
         replicas = [
             {
                 "url": replica.url,
@@ -287,29 +353,14 @@ class Router:
             }
             for replica in self._fleet.replicas
         ]
-        told = {"ready": self._serving, "load": None, "replicas": replicas}
-        await _json(told, send, 200 if self._serving else 503)
+        return {"ready": self._serving, "load": None, "replicas": replicas}
 
-    async def _load(self, send: Send) -> None:
-        await _json({"server_load": len(self._calls)}, send)
-
-    async def _metrics(self, send: Send) -> None:
-        lines = []
-        for what in ("requests", "retries", "broken"):
-            lines.append(f"# TYPE dovetail_router_{what}_total counter")
-            lines += [
-                f'dovetail_router_{what}_total{{replica="{url}"}} {count}'
-                for (event, url), count in sorted(self.counts.items())
-                if event == what
-            ]
-        for what in ("ready", "in_flight"):
-            lines.append(f"# TYPE dovetail_router_{what} gauge")
-            lines += [
-                f'dovetail_router_{what}{{replica="{replica.url}"}} {int(getattr(replica, what))}'
-                for replica in self._fleet.replicas
-            ]
-        text = "\n".join([*lines, ""]).encode()
-        await _answer(200, b"text/plain; version=0.0.4; charset=utf-8", text, send)
+    def _gauges(self) -> dict[str, dict[str, int]]:
+        replicas = self._fleet.replicas
+        return {
+            "ready": {replica.url: int(replica.ready) for replica in replicas},
+            "in_flight": {replica.url: replica.in_flight for replica in replicas},
+        }
 
     @property
     def _serving(self) -> bool:
@@ -373,7 +424,7 @@ def _nobody(replicas: Any, tried: set[str]) -> ApiError:
     )
 
 
-async def _json(told: Any, send: Send, status: int = 200) -> None:
+async def json_answer(told: Any, send: Send, status: int = 200) -> None:
     content = json.dumps(told, separators=(",", ":")).encode()
     await _answer(status, b"application/json", content, send)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
-from dovetail.protocol.messages import Open, Reads, Scored, TokenLogprobs
+from dovetail.protocol.messages import Constraint, Open, Reads, Scored, TokenLogprobs
 from dovetail.protocol.prefixes import TOKEN_BYTES as TOKEN_BYTES
 from dovetail.protocol.prefixes import digest_of
 from dovetail.protocol.settings import Sampling, TreeSettings
@@ -63,6 +63,7 @@ class Request:
     blocks: bytes = b""
     """The scope of stored blocks; empty: none are stored or reused."""
     least_capacity: int = 0
+    constraint: Constraint | None = None
     packed: bytes = field(init=False, repr=False)
     """The prompt in the form that the prefix cache compares; computed with the request, when a
     millisecond does not matter."""
@@ -109,6 +110,7 @@ class Request:
             vocabulary_size=self.vocabulary_size,
             end=self.end,
             sampling=self.sampling,
+            constraint=self.constraint,
             tree=self.tree,
             features=reads,
             replied=len(log) - len(self.prompt),

@@ -4,7 +4,14 @@ from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Literal
 
-from dovetail.protocol.messages import MAX_MOVES, Drafted, FinishReason, Result, TokenLogprobs
+from dovetail.protocol.messages import (
+    MAX_MOVES,
+    Drafted,
+    FinishReason,
+    Followed,
+    Result,
+    TokenLogprobs,
+)
 from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.session.draft_sync import DraftSync, FeatureRows
 from dovetail.runtime.session.request import Base, Kept, PromptScores, Request, pack
@@ -193,6 +200,13 @@ class SessionState:
             return self.target_base
         return self.draft_sync.base if self.draft_sync is not None else None
 
+    def _followed(self, reason: FinishReason) -> Followed | None:
+        """Return how the reply followed its grammar, if it had one."""
+        if (own := self.request.constraint) is None:
+            return None
+        ended = reason == "stop" and self.tokens[-1:] != [] and self.tokens[-1] in self.request.end
+        return Followed(kind=own.kind, engine=own.engine, relaxed=own.relaxed, complete=ended)
+
     def result(self, now_ns: int, reason: FinishReason) -> Result:
         """Return the reply and its figures."""
         return Result(
@@ -209,5 +223,6 @@ class SessionState:
             reused_from=self._reused_from if self._reused else "",
             placement=self._placement,
             prefill=self._read_by or "local",
+            constraint=self._followed(reason),
             **self.accounts.figures(now_ns, len(self.tokens) - self.restored),
         )

@@ -295,7 +295,9 @@ def test_without_a_draft_it_plans_with_those_that_are_there(
     assert Path(there["settings"]["draft.model"]).samefile(DEMO_FOLDER / "draft")
     assert not there["lacks"]
     assert any("must be trained" in one["lacks"] for one in found["alternatives"])
-    assert plan(*asked, "--draft", "auto")["alternatives"] == found["alternatives"]
+    auto = plan(*asked, "--draft", "auto")
+    names = [{one["name"] for one in each["alternatives"]} for each in (found, auto)]
+    assert names[0] == names[1]
     only = plan(*asked, "--draft", "dovetail")
     assert all("draft.model" not in one["settings"] for one in only["alternatives"])
 

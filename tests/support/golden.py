@@ -77,6 +77,12 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
     return SimpleNamespace(
         array=array,
         sampling=sampling,
+        constraint=m.Constraint(
+            grammar='start: "yes" | "no"',
+            engine="llguidance 1.9.1",
+            kind="json_schema",
+            relaxed=('Unimplemented keys: ["not"]',),
+        ),
         tree=tree,
         spans=(("verify", 1_000_000_000, 250_000), ("commit", 1_000_300_000, 90_000)),
         beside=(
@@ -148,6 +154,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             table=facts.table,
             states=m.States(width=4, layers=36, checkpoint="2d" * 32),
             reads=facts.reads,
+            grammars="llguidance 1.9.1",
             looks_up=True,
             cores=(0, 1),
             curves=(m.ContextCurve(context=512, t_v=facts.rows_seconds),),
@@ -282,6 +289,7 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             vocabulary_size=151936,
             end=(151643, 151645),
             sampling=facts.sampling,
+            constraint=facts.constraint,
             tree=facts.tree,
             features=facts.reads,
             base=2,
@@ -346,6 +354,7 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             text="plain",
             turns=("Hi", "Hello.", "More"),
             sampling=facts.sampling,
+            constraint=facts.constraint,
             max_tokens=512,
             stop=("\n\n",),
             seed=7,
@@ -407,6 +416,7 @@ def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             vocabulary=facts.vocabulary,
             tokenizer=facts.tokenizer,
             table=facts.table,
+            grammars="llguidance 1.9.1",
         ),
         "seen": _seen(m, facts),
         "progressed": m.Progressed(epoch=1, request=9, text="draft-2 is tried"),
@@ -533,6 +543,9 @@ def _result(m: Any, facts: SimpleNamespace) -> Any:
         draft_failure=m.DraftFailure(
             draft="draft", error="IndexError: index 7 is out of bounds", round=2, after_s=0.25
         ),
+        constraint=m.Followed(
+            kind="regex", engine="llguidance 1.9.1", relaxed=("pattern a",), complete=True
+        ),
     )
 
 
@@ -640,6 +653,7 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         row_s=0.0005,
         sharing=1.5,
         ends=("<eos>", "<end_of_turn>"),
+        grammars="llguidance 1.9.1",
     )
 
 

@@ -1,7 +1,7 @@
 """The interface of a draft worker to its engine, with defaults for what an engine does without."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dovetail.protocol.arrays import Array
@@ -11,7 +11,9 @@ from dovetail.workers.sessions.prefix_cache import Left
 from dovetail.workers.speculation.proposal import Order, Proposal
 
 if TYPE_CHECKING:
+    from dovetail.protocol.grammar import GrammarVocabulary
     from dovetail.workers.models.segment import Cache
+    from dovetail.workers.speculation.constrained import Constrained
 
 
 class EngineSession(Protocol):
@@ -35,6 +37,19 @@ class Engine(ABC, Generic[SessionT]):
     prompt_rows: int = 0
     """Rows of a chunk of a prompt while no other session waits: `open` reads the first `Open.read`
     rows only. 0: it reads prompts whole."""
+
+    vocabulary: "Callable[[], GrammarVocabulary] | None" = None
+    """Returns the target's vocabulary for grammars, made when it is first needed; None: it is not
+    known, and proposals are not masked."""
+
+    def constrained(self, order: Open) -> "Constrained | None":
+        """Return the grammar of a session at the beginning of its reply; None: it has none, or
+        proposals are not masked."""
+        if order.constraint is None or self.vocabulary is None:
+            return None
+        from dovetail.workers.speculation.constrained import Constrained
+
+        return Constrained(self.vocabulary().matcher(order.constraint.grammar), drafts=True)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise `RequestError` if the engine cannot read one of `tokens`."""

@@ -131,6 +131,7 @@ class HeadDrafter(FeatureReader[HeadSession], Grower[HeadSession], Keeper[HeadSe
             most_tokens=self.reads.vocabulary_size,
             score_calibration=self.score_calibration,
             device=self.head.device,
+            constrained=self.constrained(order),
         )
         window = max(1, min(order.capacity, spec.context - tree.most_levels))
         rows = self._tree_rows(order.sampling, tree)

@@ -179,6 +179,7 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
             most_tokens=self.vocabulary_size,
             score_calibration=self.score_calibration,
             device=self.model.device,
+            constrained=self.constrained(order),
         )
 
     def keep(self, session: DraftSession) -> DraftLeft:

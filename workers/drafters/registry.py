@@ -3,12 +3,13 @@ drafter with a model imports torch when it is opened; others never do."""
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.messages import MAX_SESSIONS, MAX_TOKENS
 from dovetail.protocol.settings import HEAD_KINDS, SUBSTITUTE_WEIGHTS, CacheSettings, DraftSettings
 from dovetail.protocol.spans import Spans
@@ -17,6 +18,7 @@ from dovetail.workers.drafters.ngram import Lookup
 from dovetail.workers.sessions.prefix_cache import affordable_tokens
 
 if TYPE_CHECKING:
+    from dovetail.protocol.grammar import GrammarVocabulary
     from dovetail.workers.devices.base import Device
     from dovetail.workers.drafters.translation import Translation
     from dovetail.workers.heads.head import Head
@@ -110,6 +112,35 @@ def open_draft_worker(
             "draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' "
             "or 'ngram'"
         )
+    worker = _open_on_device(wanted)
+    worker.engine.vocabulary = _vocabulary(wanted, worker)
+    return worker
+
+
+def _vocabulary(
+    wanted: Wanted, worker: DraftWorker[Any]
+) -> "Callable[[], GrammarVocabulary] | None":
+    """Return how to make the target's vocabulary for grammars: from the target's files, or from
+    those of a draft that has the same one. None: neither are on this machine."""
+    from dovetail.workers.models.checkpoints.hub import local_folder
+
+    for source in (wanted.target, wanted.settings.model if worker.has_vocabulary else ""):
+        with suppress(CheckpointError):
+            if (found := local_folder(source)) is not None:
+                return partial(_made, found)
+    return None
+
+
+def _made(folder: Path) -> "GrammarVocabulary":
+    from dovetail.protocol.grammar import GrammarVocabulary
+    from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+
+    return GrammarVocabulary.of(*read_tokenizer(folder))
+
+
+def _open_on_device(wanted: Wanted) -> DraftWorker[Any]:
+    """Open a draft on the device of the settings, or where it fits."""
+    settings, name, profile, target = wanted.settings, wanted.name, wanted.profile, wanted.target
     opener = OPENERS[settings.kind]
     if settings.device != "auto" or opener is _open_ngram:
         return _opened(opener, wanted)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.grammar import GrammarVocabulary
 from dovetail.protocol.messages import Open, ReadItem, Reads
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
@@ -24,6 +25,7 @@ from dovetail.workers.sessions.room import base_rows, check_rows, host_row_bytes
 from dovetail.workers.sessions.rounds import check_chunk, find_session
 from dovetail.workers.sessions.session import TargetSession
 from dovetail.workers.sessions.timing import timed_pass
+from dovetail.workers.speculation.constrained import Constrained
 from dovetail.workers.speculation.history import looks_back
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import ProposalProbabilities
@@ -209,8 +211,9 @@ class Opener:
                 device,
                 replied=order.replied,
                 suppressed=suppressed,
+                constrained=self._constrained(order),
             )
-            if looks_back(sampling) or suppressed
+            if looks_back(sampling) or suppressed or order.constraint is not None
             else None
         )
         return TargetSession(
@@ -227,6 +230,15 @@ class Opener:
             order.round,
             own,
         )
+
+    def _constrained(self, order: Open) -> Constrained | None:
+        """Return the grammar of a session at the beginning of its reply, if it has one. Raises
+        `RequestError` of code "constraint" for one that cannot be followed."""
+        if order.constraint is None:
+            return None
+        own = self._model.checkpoint
+        vocabulary = GrammarVocabulary.of(own.tokenizer, own.vocabulary)
+        return Constrained(vocabulary.matcher(order.constraint.grammar))
 
     def refeed(
         self,
@@ -295,6 +307,7 @@ class Opener:
                 text = f"{what} token {token}, beyond the vocabulary of {size}"
                 raise RequestError("vocabulary", text)
         self._check_reads(order.features)
+        self._constrained(order)
         if order.scored and order.base is not None:
             raise RequestError(
                 "protocol",

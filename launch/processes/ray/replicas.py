@@ -7,27 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dovetail.launch.processes.serving.service import DRAIN_S, Service, SiteLost
-from dovetail.launch.processes.serving.watch import (
-    Action,
-    GiveUp,
-    Leave,
-    Part,
-    Start,
-    Tell,
-    Watch,
-)
+from dovetail.launch.processes.serving.front import ROUTER, Front
+from dovetail.launch.processes.serving.service import Service, SiteLost
 from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
-from dovetail.launch.processes.supervise import GRACE_S, Child, Supervisor
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import Fault, Reported
 
 log = logging.getLogger("dovetail.serve")
-
-ROUTER = "router"
-TAKEN = ("http.host", "http.api_key_file", "http.receive_s", "http.body", "http.connections")
-"""The settings of the HTTP API that a router also has, except its port."""
 
 
 class Replicas:
@@ -37,15 +25,15 @@ class Replicas:
         self, supervisor: Supervisor, services: Sequence[Service], configuration: Configuration
     ) -> None:
         self._supervisor, self._services = supervisor, [*services]
-        self._configuration = configuration
-        stuck_s = configuration.settings.coordinator.stuck_s
-        self._watch = Watch((Part(ROUTER),), time.monotonic(), stuck_s=stuck_s)
         folder = Path(tempfile.mkdtemp(prefix="dovetail-replicas-"))
         supervisor.owns_folder(folder)
         self._list, self._listed = folder / "urls", ""
-        self._child: Child | None = None
+        self._front = Front(supervisor, configuration, f"--replicas={self._list}")
         self._left = False
-        self.url = ""
+
+    @property
+    def url(self) -> str:
+        return self._front.url
 
     @property
     def address(self) -> str:
@@ -58,7 +46,7 @@ class Replicas:
             for service in self._services
             for part, pid in service.pids.items()
         }
-        return {**found, **({ROUTER: self._child.process.pid} if self._child else {})}
+        return {**found, **self._front.pids}
 
     @property
     def state(self) -> Reported | None:
@@ -77,7 +65,7 @@ class Replicas:
 
     def run_until_ready(self, say: Callable[[str], None]) -> None:
         """Start everything, and wait; the error of the first process that ends is raised."""
-        while not (self._watch.serving and all(service.serving for service in self._services)):
+        while not (self._front.serving and all(service.serving for service in self._services)):
             self._supervisor.mind()
             for service in self._services:
                 service.step()
@@ -97,6 +85,7 @@ class Replicas:
                 self._step(service)
                 self._left |= service.left
             self._step_router()
+            self._left |= self._front.left
             time.sleep(POLL_S)
 
     def drain(self) -> None:
@@ -106,8 +95,7 @@ class Replicas:
                 "ending: running requests have a few seconds to finish; a second signal ends them "
                 "at once"
             )
-            if self._child is not None:
-                self._supervisor.end([self._child], GRACE_S + DRAIN_S)
+            self._front.end()
             for service in self._services:
                 service.drain()
         except (KeyboardInterrupt, SystemExit):
@@ -126,49 +114,10 @@ class Replicas:
     # -- the router --------------------------------------------------------------------------------
 
     def _step_router(self) -> None:
-        now_s, actions = time.monotonic(), list[Action]()
         urls = "".join(f"{service.url}\n" for service in self._services if service.url)
         if urls != self._listed:
             fresh = self._list.with_suffix(".new")
             fresh.write_text(urls, encoding="utf-8")
             fresh.replace(self._list)
             self._listed = urls
-        child = self._child
-        if child is not None and child.ended:
-            actions = self._watch.ended(ROUTER, child.ending(), now_s)
-            self._perform(actions, child)
-            self._supervisor.end([child])
-            self._child = None
-        elif child is not None and ROUTER in self._watch.missing and (url := child.heard()):
-            self.url = url
-            self._perform(self._watch.ready(ROUTER, now_s))
-        elif child is not None and ROUTER not in self._watch.missing:
-            self._watch.answered((), now_s)
-        if child is not None and self._watch.serving:
-            for line in child.listen():
-                log.info("%s: %s", ROUTER, line)
-        self._perform(self._watch.due(now_s))
-
-    def _perform(self, actions: Sequence[Action], ended: Child | None = None) -> None:
-        for action in actions:
-            match action:
-                case Start():
-                    self._start()
-                case Tell(text):
-                    log.info("%s", text)
-                case Leave():
-                    self._left = True
-                case GiveUp(_, why):
-                    assert ended is not None
-                    failure = ended.failure()
-                    raise failure if not why else DovetailError(f"the router {why}; {failure}")
-
-    def _start(self) -> None:
-        flags = [
-            flag
-            for flag in self._configuration.arguments("http")
-            if flag.partition("=")[0].removeprefix("--") in TAKEN
-        ]
-        port = self.url.rpartition(":")[2] or self._configuration.settings.http.port
-        arguments = ["router", f"--replicas={self._list}", *flags, f"--http.port={port}"]
-        self._child = self._supervisor.start(ROUTER, arguments, reads=True)
+        self._front.step()

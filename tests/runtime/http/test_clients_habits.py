@@ -23,8 +23,8 @@ from dovetail.protocol.settings import HttpSettings
 from dovetail.runtime.http import service
 from dovetail.runtime.http.bodies import DEEPEST
 from dovetail.runtime.http.decoding import Run
-from dovetail.runtime.http.guard import Refused, Unpacking
 from dovetail.runtime.http.service import Answer
+from dovetail.runtime.http.serving.guard import Refused, Unpacking
 from support.patience import PATIENCE_S
 from support.scripted import continuation
 from support.web import Api, Backend, api, events

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.runtime.http.guard import Guard
+from dovetail.runtime.http.serving.guard import Guard
 from dovetail.runtime.router.app import Fleet, Router
 from dovetail.runtime.router.upstream import Upstream
 

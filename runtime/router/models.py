@@ -1,0 +1,303 @@
+"""A router for several models, of which the supervisor loads those that are wanted: a request waits
+until its model is loaded, as a stream with comments. They exchange lines of JSON:
+{"wish": N, "models": [NAME, ...]} are the N-th wanted models, and the answer to it is
+{"wish": N, "models": [REPORT, ...]} whenever a state changes."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs
+
+from pydantic import BaseModel, ValidationError
+
+from dovetail.protocol.memory import read_room
+from dovetail.runtime.http.errors import ApiError, unavailable
+from dovetail.runtime.http.serving.guard import Message, Scope, Send
+from dovetail.runtime.router.app import (
+    AGAIN,
+    LOOK_EVERY_S,
+    MODELS,
+    Call,
+    Front,
+    json_answer,
+)
+from dovetail.runtime.router.choice import Replica
+from dovetail.runtime.router.loading import Model, Pool, Report
+from dovetail.runtime.router.upstream import Broken, Upstream
+
+log = logging.getLogger("dovetail.router")
+
+COMMENT_S = 1.0  # seconds after which a waiting stream gets its head and a comment, and then again
+ATTEMPTS = 3  # the most attempts to send a request to its model, which may be lost meanwhile
+STREAM_HEAD = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+UNAVAILABLE = 503
+NDJSON = "/api/"  # paths of ollama's API, whose streams have no comments
+
+
+class Told(BaseModel):
+    """A line of the supervisor."""
+
+    wish: int
+    models: list[Report]
+
+
+class ModelRouter(Front):
+    """Passes each request to the model that it names."""
+
+    TO = "model"
+
+    def __init__(
+        self, pool: Pool, upstream: Upstream, wish: Callable[[str], None], *, deadline_s: float
+    ) -> None:
+        """`wish` sends a line to the supervisor; `deadline_s`: the longest wait for a model."""
+        super().__init__(upstream)
+        self._pool, self._wish, self._deadline_s = pool, wish, deadline_s
+        self._number, self._sent = 0, list[str]()
+        self._replicas: dict[str, Replica] = {}
+        self._changed = asyncio.Event()
+        self._began = int(time.time())
+        self._requests = 0
+
+    async def run(self) -> None:
+        """Decide from time to time, for ever, and repeat the wish, which also shows that this
+        process makes progress."""
+        while True:
+            try:
+                self._decide()
+                self._send_wish()
+            except Exception:  # an internal error, which may not recur
+                log.exception("the wanted models could not be decided")
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def told(self, line: bytes) -> None:
+        """Handle a line of the supervisor; one that does not answer the last wish is out of
+        date."""
+        try:
+            told = Told.model_validate_json(line)
+        except ValidationError as error:
+            log.error("a line of the supervisor is malformed: %s", error)
+            return
+        if told.wish != self._number:
+            return  # it was written before the last wish arrived
+        for report in told.models:
+            before = self._replicas.get(report.name)
+            if report.url and (before is None or before.url != report.url):
+                self._replicas[report.name] = Replica(report.url)
+                if before is not None:
+                    self._upstream.close(before.url)
+        first = not self._pool.models
+        self._pool.told(told.models, time.monotonic())
+        if first:
+            self._sent = self._pool.wanted
+        self._decide()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _decide(self) -> None:
+        room = read_room() if self._pool.queues else None
+        self._pool.step(time.monotonic(), None if room is None else room.size)
+        if (wanted := self._pool.wanted) != self._sent:
+            self._sent = wanted
+            self._number += 1
+            self._send_wish()
+
+    def _send_wish(self) -> None:
+        self._wish(json.dumps({"wish": self._number, "models": self._sent}))
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _passes(self, path: str) -> bool:
+        return True
+
+    def _lost(self, replica: Replica, why: str) -> None:
+        self._upstream.close(replica.url)
+
+    async def _pass_on(self, scope: Scope, body: bytes, call: Call, send: Send) -> None:
+        path, gets = scope["path"], scope["method"] == "GET"
+        try:
+            if gets and path == MODELS:
+                listed = [self._entry(name) for name in self._pool.models]
+                await json_answer({"object": "list", "data": listed}, send)
+            elif gets and path.startswith(f"{MODELS}/"):
+                await json_answer(self._entry(path.removeprefix(f"{MODELS}/")), send)
+            else:
+                await self._to_model(scope, body, call, send)
+        except ApiError as error:
+            if not call.gone:
+                await self._refuse(call, error, send)
+
+    async def _to_model(self, scope: Scope, body: bytes, call: Call, send: Send) -> None:
+        """Pass a request to its model; a reply requested again by its id is looked up in all that
+        are loaded."""
+        fields = _fields(body)
+        streams = fields.get("stream") is True and not scope["path"].startswith(NDJSON)
+        refused: tuple[Message, bytes] | None = None
+        for name in self._named(scope, fields):
+            refused = await self._to_one(name, scope, body, call, send, streams=streams)
+            if refused is None:
+                return
+        if refused is not None:
+            await self._refuse(call, refused, send)
+
+    async def _to_one(
+        self, name: str, scope: Scope, body: bytes, call: Call, send: Send, *, streams: bool
+    ) -> tuple[Message, bytes] | None:
+        """Pass a request to a model once that is loaded; return its refusal, if it refuses."""
+        model = self._pool.models[name]
+        for _ in range(ATTEMPTS):
+            await self._loaded(name, call, send, streams=streams)
+            if call.gone:
+                return None
+            replica = self._replicas[name]
+            self.counts["requests", name] += 1
+            model.running += 1
+            try:
+                refused = await self._ask(replica, scope, body, call, send)
+                if refused is None or not await self._is_lost(replica, model, refused):
+                    return refused
+            except Broken as error:
+                if call.gone:
+                    return None
+                self.counts["retries", name] += 1
+                log.warning("%s was lost during a request: %s", name, error)
+                self._lost(replica, str(error))
+                await self._news(COMMENT_S)  # its supervisor notices the loss
+            finally:
+                model.running -= 1
+                model.used_s = time.monotonic()
+                call.connection = None
+                self._decide()
+        raise unavailable(f"{name} was lost during this request: try again soon")
+
+    async def _loaded(self, name: str, call: Call, send: Send, *, streams: bool) -> None:
+        """Wait until a model is usable, or the client has gone; raise `ApiError` if it cannot be
+        loaded."""
+        model, begun_s = self._pool.models[name], time.monotonic()
+        failures, self._requests = model.failures, self._requests + 1
+        number = self._requests
+        if pause_s := self._pool.pause_s(name, begun_s):
+            raise _failure(name, model, pause_s)
+        model.waiting[number] = model.used_s = begun_s
+        try:
+            self._decide()
+            while not model.admits(begun_s) and not call.gone:
+                if model.failures != failures:
+                    raise _failure(name, model, self._pool.pause_s(name, time.monotonic()))
+                if time.monotonic() - begun_s > self._deadline_s:
+                    text = f"{name} was not loaded within {self._deadline_s:g} s: try again later"
+                    raise unavailable(text)
+                if not await self._news(COMMENT_S) and streams and not call.gone:
+                    await _comment(model, call, send)
+        finally:
+            del model.waiting[number]
+
+    async def _is_lost(
+        self, replica: Replica, model: Model, refused: tuple[Message, bytes]
+    ) -> bool:
+        """Return whether a refusal comes from a service that is ending because it was lost; its
+        supervisor notices that soon."""
+        if refused[0]["status"] != UNAVAILABLE:
+            return False
+        await asyncio.sleep(LOOK_EVERY_S)
+        return model.report.url != replica.url
+
+    async def _news(self, longest_s: float) -> bool:
+        """Wait until a state changes; False if none has."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), longest_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _named(self, scope: Scope, fields: dict[str, Any]) -> list[str]:
+        """Return the model that a request names, or the last used one for a page; a reply may be
+        looked up in several."""
+        last = sorted(self._pool.models, key=lambda name: -self._pool.models[name].used_s)
+        if scope["path"].startswith(AGAIN):
+            there = [name for name in last if self._pool.models[name].wanted]
+            return there or last[:1]
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        named = fields.get("model", fields.get("name", query.get("model", [None])[0]))
+        if named is None and (scope["method"] != "POST" or len(self._pool.models) == 1):
+            return last[:1]
+        if named is None:
+            text = f"model is missing: send one of {', '.join(self._pool.models)}"
+            raise ApiError(400, text, param="model")
+        if named not in self._pool.models:
+            raise self._unknown(named)
+        return [str(named)]
+
+    def _unknown(self, name: object) -> ApiError:
+        served = ", ".join(self._pool.models)
+        text = f"there is no model {name!r} here: these are served: {served}"
+        return ApiError(404, text, param="model", code="model_not_found")
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        """Return a model as OpenAI lists it, with its state as in llama-server's router."""
+        if (model := self._pool.models.get(name)) is None:
+            raise self._unknown(name)
+        report = model.report
+        status = {
+            "value": report.state,
+            **({"failed": True, "why": report.why} if report.why else {}),
+        }
+        entry = {"id": name, "object": "model", "created": self._began, "owned_by": "dovetail"}
+        return {**entry, "root": name, "status": status}
+
+    # -- requests to the router itself -------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        models = [
+            {
+                "name": name,
+                "state": model.report.state,
+                "url": model.report.url,
+                "why": model.report.why,
+                "running": model.running,
+                "waiting": len(model.waiting),
+            }
+            for name, model in self._pool.models.items()
+        ]
+        return {"ready": self._serving, "load": None, "models": models}
+
+    def _gauges(self) -> dict[str, dict[str, int]]:
+        models = self._pool.models.items()
+        return {
+            "loaded": {name: int(model.report.state == "loaded") for name, model in models},
+            "in_flight": {name: model.running for name, model in models},
+            "waiting": {name: len(model.waiting) for name, model in models},
+        }
+
+    @property
+    def _serving(self) -> bool:
+        return bool(self._pool.models)
+
+
+def _failure(name: str, model: Model, pause_s: float) -> ApiError:
+    text = f"{name} cannot be loaded: {model.report.why}"
+    return unavailable(text, retry_after_s=max(1, round(pause_s)))
+
+
+async def _comment(model: Model, call: Call, send: Send) -> None:
+    """Send the head of a stream once, and a comment that its client ignores."""
+    if not call.headed:
+        head = {"type": "http.response.start", "status": 200, "headers": [*STREAM_HEAD]}
+        await send(head)
+        call.headed = True
+    text = f": {model.report.name} is {model.report.state}\n\n".encode()
+    await send({"type": "http.response.body", "body": text, "more_body": True})
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON") from None
+    return fields if isinstance(fields, dict) else {}
