@@ -28,6 +28,7 @@ from dovetail.protocol.messages.parts import (
     Token,
     Version,
 )
+from dovetail.protocol.prefixes import NAME_BYTES
 from dovetail.protocol.settings import Frozen
 
 
@@ -207,6 +208,9 @@ class Hello(Message):
     load_s: Annotated[float, Field(ge=0.0)] = 0.0
     """Seconds from the start of the worker's process until its model was loaded; 0: not
     measured."""
+    blocks: Annotated[bytes, Field(max_length=NAME_BYTES)] = b""
+    """The hash of what its rows depend on besides tokens, from which the names of its stored blocks
+    begin; empty: it stores none."""
     served: Count | None = None
     """The epoch of the coordinator whose sessions are `held`; None: it holds none."""
     held: Annotated[tuple[HeldSession, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()

@@ -12,6 +12,7 @@ from dovetail.workers.speculation.proposal import Order, Proposal
 
 if TYPE_CHECKING:
     from dovetail.protocol.grammar import GrammarVocabulary
+    from dovetail.workers.models.segment import Cache
     from dovetail.workers.speculation.constrained import Constrained
 
 
@@ -114,6 +115,10 @@ class Keeper(Engine[SessionT]):
     @abstractmethod
     def left(self, session: SessionT) -> Left:
         """Return the log and rows of an open session."""
+
+    @abstractmethod
+    def restored(self, log: list[int], cache: "Cache") -> Left:
+        """Return stored rows of the first tokens of a log, for a session to start from."""
 
     @property
     @abstractmethod
