@@ -26,6 +26,11 @@ GROUPS = {
         "chat": "Chat with the model in the terminal.",
         "serve": "Serve the OpenAI API over HTTP.",
     },
+    "Models on this machine": {
+        "pull": "Download a model from the Hugging Face hub.",
+        "list": "List the models on this machine, and the drafts that fit.",
+        "rm": "Remove a downloaded model.",
+    },
     "Operate a server": {
         "status": "Show the coordinator, its workers and its sessions.",
         "top": "Show the activity of a coordinator, live.",
@@ -47,6 +52,7 @@ GROUPS = {
         "calibrate": "Measure the time of a target pass on this machine, and the hardware's limit.",
         "plan": "Recommend a placement, draft and tree for a model on this hardware.",
         "config": "Show the effective settings, or export deployment files.",
+        "completion": "Print a script that completes command lines in a shell.",
     },
     "Measure": {
         "bench": "Measure methods side by side.",
@@ -70,7 +76,7 @@ COMMANDS = {
 
 STARTERS = ("generate", "chat", "serve")
 """Commands that fork their processes, unless they use a running service."""
-FEW_FILES = ("config", "doctor", "keygen")  # commands that open no sockets
+FEW_FILES = ("completion", "config", "doctor", "keygen")  # commands that open no sockets
 INTERRUPTED = 130
 
 

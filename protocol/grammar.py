@@ -216,8 +216,7 @@ class Matcher:
             if self.ended:
                 return
             if not self._own.consume_token(token):
-                self._check()
-                raise refused(f"the grammar does not allow token {token} after those before it")
+                raise refused(self._own.get_error())
             self.ended = bool(self._vocabulary.ends[token])
 
     def forced(self) -> list[int]:

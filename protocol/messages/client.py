@@ -99,6 +99,8 @@ class Submit(Message):
     """True: the result includes the spans of all processes."""
     record: bool = False
     """True: every round is sent as a Recorded."""
+    progress: bool = False
+    """True: while the prompt is prefilled, its progress is sent as PromptRead."""
     ahead: bool | None = None
     """True if the draft keeps growing the tree while the target verifies; None: if the two share no
     device, or if measurements show that it pays."""
@@ -244,6 +246,19 @@ class PromptScored(Message):
     logprobs: ScoredTokens
 
 
+class PromptRead(Message):
+    """The progress of a prompt, if requested: the target has prefilled a part of it. Sent at most
+    twice a second, before the first Emitted."""
+
+    type: Literal["prompt_read"] = "prompt_read"
+    request: Count
+    total: Count
+    """Tokens of the prompt; `done`: those in the target's cache, `cached` among them from earlier
+    requests."""
+    cached: Count
+    done: Count
+
+
 class Progressed(Message):
     """The progress of a Swap or Dismiss, as a sentence."""
 
@@ -367,7 +382,9 @@ class Result(Frozen):
     """The rate that the cost model predicted for these rounds before each began; None if it knew
     too little."""
     reused_tokens: Count = 0
-    """Prompt tokens whose cache was reused from an earlier session."""
+    """Prompt tokens whose cached rows were reused."""
+    reused_from: Literal["", "session", "memory", "disk"] = ""
+    """Where these rows came from: an earlier session or stored blocks in memory or on disk."""
     moves: Count = 0
     """How often the session moved to another target."""
     fingerprints: Annotated[tuple[Name, ...], Field(max_length=MAX_MOVES, fail_fast=True)] = ()

@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from dovetail.protocol.messages import Result, TokenLogprobs
-from dovetail.runtime.http.apis.writers import COMMENT, Writer, compact, sse
+from dovetail.protocol.messages import PromptRead, Result, TokenLogprobs
+from dovetail.runtime.http.apis.writers import Writer, compact, prompt_progress, sse
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.events import (
@@ -140,11 +140,18 @@ class CompletionWriter(Writer):
         """Note that a part has been streamed."""
         self._streamed[index] = _behind(self._streamed[index] or StreamPlace(), part)
 
-    @property
-    def comment(self) -> bytes:
-        """A stream line that clients ignore. Some clients split a stream at empty lines, so one
-        follows, except with event ids, where openai-python would read it as an event."""
-        return COMMENT if self._order.wishes.event_ids else COMMENT + b"\n"
+    def comment(self, read: PromptRead | None) -> bytes:
+        """Return a stream line that clients ignore. Some clients split a stream at empty lines, so
+        one follows, except with event ids, where openai-python would read it as an event."""
+        line = super().comment(read)
+        return line[:-1] if self._order.wishes.event_ids else line
+
+    def progress(self, read: PromptRead, index: int, since_s: float) -> str:
+        """Return a chunk without text, if progress is requested."""
+        if not self._order.progress or self._order.wishes.event_ids:
+            return ""
+        told = compact(prompt_progress(read, since_s))[1:-1]
+        return f"{self._begin}{self._choice(index, '', (), None)}],{told}}}\n\n"
 
     def last_lines(self) -> bytes:
         """Return the lines after the last reply."""
