@@ -53,6 +53,7 @@ class BlockFiles:
         for private in (folder.parent, folder):
             private.chmod(0o700)
         self._folder, self._most_bytes, self._name = folder, most_bytes, name
+        self._refused = False  # True once the disk has refused a file
         self.damaged = 0  # files that were deleted since they did not have their digest
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         for path, found in sorted(_files(folder), key=lambda file: file[1].st_mtime_ns):
@@ -70,6 +71,8 @@ class BlockFiles:
     def write(self, name: bytes, block: Content, digest: bytes) -> Sequence[bytes]:
         """Write a block, and return the names of those deleted for it. If the disk refuses, nothing
         more is written, which is reported once."""
+        if self._refused:
+            return ()
         gone = self._make_room(HEADER_BYTES + sum(part.nbytes for part in block.rows))
         tensors = {f"rows.{place}": part for place, part in enumerate(block.rows)}
         for what, content in (("parent", block.parent), ("tokens", block.tokens)):
@@ -80,7 +83,7 @@ class BlockFiles:
             save_tensors(path, tensors)
             size = path.stat().st_size
         except OSError as error:
-            self._most_bytes = 0
+            self._refused = True
             text = f"prompts are no longer cached in {self._folder}: {refusal(error)}"
             print(f"{self._name}: {text}", file=sys.stderr)
             return gone
