@@ -273,13 +273,13 @@ def test_without_memory_or_where_states_hold_all_rows_nothing_is_stored(
     device = torch.device("cpu")
     for value, stored in (("0", False), ("1MB", True)):
         settings = CacheSettings(memory=value)
-        assert bool(open_blocks(settings, "target", plain.new_cache, device)) == stored
+        assert bool(open_blocks(settings, "target", "", plain.new_cache, device)) == stored
 
     class WithStates(type(plain.new_cache(0))):  # type: ignore[misc]
         states = object()
 
     settings = CacheSettings(memory="1MB")
-    assert open_blocks(settings, "t", lambda n: WithStates(**_size(n)), device) is None
+    assert open_blocks(settings, "t", "", lambda n: WithStates(**_size(n)), device) is None
 
 
 def _size(capacity: int) -> dict[str, Any]:
