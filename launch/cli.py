@@ -234,14 +234,18 @@ def _complain(text: str, code: int) -> int:
     return code
 
 
-def installed_version() -> str:
-    """The version of the installed distribution; a bare checkout has none."""
+DISTRIBUTION = "dovetail-llm"  # its name in package indexes, where `dovetail` is another project
+NOT_INSTALLED = "(not installed)"
+
+
+def installed_version(distribution: str = DISTRIBUTION) -> str:
+    """The version of an installed distribution; a bare checkout has none."""
     from importlib import metadata  # slow to import, and rarely needed
 
     try:
-        return metadata.version("dovetail")
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "(not installed)"
+        return NOT_INSTALLED
 
 
 if __name__ == "__main__":
