@@ -26,6 +26,11 @@ GROUPS = {
         "chat": "Chat with the model in the terminal.",
         "serve": "Serve the OpenAI API over HTTP.",
     },
+    "Models on this machine": {
+        "pull": "Download a model from the Hugging Face hub.",
+        "list": "List the models on this machine, and the drafts that fit.",
+        "rm": "Remove a downloaded model.",
+    },
     "Operate a server": {
         "status": "Show the coordinator, its workers and its sessions.",
         "top": "Show the activity of a coordinator, live.",

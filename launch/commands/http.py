@@ -176,6 +176,9 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
             ahead_of(settings.draft),
             _template_values(settings.http),
             settings.http.fit,
+            settings.http.special_tokens,
+            settings.http.reasoning,
+            settings.http.tools,
         ),
         model=settings.http.model,
         names={f"/{'/'.join(TARGET_FOLDER.parts[-3:])}": "demo"},  # the same model in any folder

@@ -14,6 +14,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), ()),
     "max_completion_tokens": (),
@@ -103,7 +104,7 @@ INSTEAD: Mapping[str, str] = {
 BENIGN = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls", "priority"),
+        *("prompt_cache_retention", "prompt_cache_options", "priority"),
         *("request_id", "rid", "cache_prompt", "id_slot", "slot_id"),
         *("spaces_between_special_tokens", "include_reasoning", "xtc_threshold", "dry_base"),
         *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau"),

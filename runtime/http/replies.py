@@ -116,7 +116,13 @@ class Reply:
         self._scores: list[TokenLogprobs | None] = [None]
         """Log-probabilities of the prompt, whose first token follows nothing."""
         self._echoes = order.echoed
-        wanted = order.logprobs is not None or order.wishes.drafted
+        self._parser = self._marked = None
+        if order.reading is not None:
+            self._parser = order.reading.parser(f"{order.name}/{index}")
+            markers = order.reading.form.markers
+            self._marked = target.text.detokenizer(self._submit.tokens or (), special=markers)
+        self._lists = order.logprobs is not None or order.wishes.drafted
+        wanted = self._lists or self._parser is not None
         reads = target.text.detokenizer(self._submit.tokens or ()) if wanted else None
         self._tokens = Tokens(reads, len(self._prompt)) if reads is not None else None
 
@@ -162,14 +168,33 @@ class Reply:
             self._tokens.push(told.tokens, told.drafted, told.logprobs)
             tokens += self._tokens.shown(self._length)
         text += told.text
-        return Part(_as_text(text), tokens) if text or tokens else None
+        events = self._read(text, tokens)
+        listed = tokens if self._lists else ()
+        return Part(events, listed) if events or listed else None
 
     def _ended(self, result: Result) -> Part:
         self.result, self.completion_tokens = result, result.completion_tokens
         text, tokens = self._echo()
         if self._tokens is not None:
             tokens += self._tokens.rest(self._length, cut=self.cut)
-        return Part(_as_text(text), tokens, result)
+        events = self._read(text, tokens, cut=self.cut)
+        if self._parser is not None:
+            events += self._parser.end()
+        return Part(events, tokens if self._lists else (), result)
+
+    def _read(
+        self, text: str, tokens: Sequence[ShownToken], *, cut: bool | None = None
+    ) -> tuple[Event, ...]:
+        """Return the events of a new text, which a parser reads from its tokens. `cut`: whether a
+        stop string cut the last token; None: it is not the end of the reply."""
+        if self._parser is None or self._marked is None:
+            return (Text(text),) if text else ()
+        pieces = [self._marked.push(shown.token) for shown in tokens]
+        if cut and pieces:
+            pieces[-1] = pieces[-1][: len(tokens[-1].text)]
+        elif cut is False:
+            pieces.append(self._marked.flush())
+        return self._parser.feed("".join(pieces))
 
     def _echo(self) -> tuple[str, list[ShownToken]]:
         """Return the prompt, once, if it precedes the reply."""
@@ -190,7 +215,3 @@ class Reply:
             else replace(shown, text=shown.text[-shown.offset :], offset=0)
             for shown in read.rest(len(self._prompt), cut=False)
         ]
-
-
-def _as_text(text: str) -> tuple[Event, ...]:
-    return (Text(text),) if text else ()

@@ -236,14 +236,15 @@ class Service:
         return order.submits[0].tokens or ()
 
     async def _order(self, body: ChatOrTextBody, target: RequestTarget, owner: str) -> Order:
+        constraint = await self._compilers.constraint(body, target)
+
         def read() -> Order:
             if isinstance(body, ChatBody):
-                return chat_order(body, target, self.terms.defaults, owner)
-            return completion_order(body, target, self.terms.defaults, owner)
+                return chat_order(body, target, self.terms.defaults, owner, constraint)
+            order = completion_order(body, target, self.terms.defaults, owner)
+            return order if constraint is None else order.under(constraint)
 
-        constraint = await self._compilers.constraint(body, target)
-        order = await self._read(read, body, owner)
-        return order if constraint is None else order.under(constraint)
+        return await self._read(read, body, owner)
 
     async def _read(
         self, read: Callable[[], R], body: ChatOrTextBody | TokenizeBody, owner: str
