@@ -16,8 +16,9 @@ from pathlib import Path
 import click
 from clients.server import serving
 
-from agents.catalogue import AGENTS, BY_NAME, AgentKind
-from agents.model import write_model
+from agents.catalogue import AGENTS, BY_NAME, FILE, AgentKind
+from agents.forcing import CHOICES, forcing
+from agents.model import write_gguf, write_model
 from agents.normalised import normalised
 from agents.replayed import replay
 from agents.sandbox import environment_of, isolate, place, run_agent
@@ -77,10 +78,11 @@ def record(only: tuple[str, ...], environments: Path, private: Path | None) -> N
 
 
 @contextmanager
-def served() -> Iterator[str]:
-    """The URL of a server with the model for agents."""
+def served(given: Path | None = None) -> Iterator[str]:
+    """The URL of a server with a GGUF file, by default with the model for agents."""
     with tempfile.TemporaryDirectory(prefix="dovetail-agents-") as folder:
-        model = write_model(Path(folder) / "model")
+        at = Path(folder)
+        model = write_model(at / "model") if given is None else write_gguf(given, at / "model.gguf")
         with serving(f"--target.model={model}", "--draft.kind=ngram") as url:
             yield url
 
@@ -105,3 +107,37 @@ def replay_command(only: tuple[str, ...], private: Path | None) -> None:
             tokens = f"{replies[0].prompt:,}"
             rows.append((agent.name, len(replies), tokens, round(time.monotonic() - began_s, 1)))
     print_table(("agent", "replies", "tokens of the first prompt", "seconds"), rows)
+
+
+@main.command()
+@only_option
+@environments_option
+@click.option(
+    "--model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="GGUF file to serve in place of the model for agents.",
+)
+def live(only: tuple[str, ...], environments: Path, model: Path | None) -> None:
+    """Run each agent against `dovetail serve`; the file that it is to write must be there.
+
+    A proxy forces the call that writes the file; the model chooses the word in it.
+    """
+    chosen = _chosen(only)
+    modules = {agent: environment_of(agent, environments) for agent in chosen}
+    isolate()
+    rows = []
+    with served(model) as url:
+        for agent in chosen:
+            began_s = time.monotonic()
+            with place() as at, forcing(url, agent.calls(at.work)[0]) as (front, trouble):
+                try:
+                    run_agent(agent, modules[agent], at, front)
+                except SystemExit as error:
+                    trouble.append(str(error))
+                file = at.work / FILE
+                written = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+            ok = written in CHOICES and not trouble
+            seconds = round(time.monotonic() - began_s, 1)
+            rows.append((agent.name, ok, seconds, written, "\n".join(trouble)))
+    print_table(("agent", "ok", "seconds", "wrote", "what went wrong"), rows)
+    sys.exit(0 if all(row[1] for row in rows) else 1)

@@ -2,6 +2,8 @@
 the form of Hermes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from dovetail.launch.settings.models import DEMO_FOLDER
@@ -55,3 +57,24 @@ def write_model(folder: Path) -> Path:
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return folder
+
+
+def write_gguf(source: Path, file: Path) -> Path:
+    """Write a GGUF file again with the template for tools in ChatML's form, and with room for an
+    agent's prompt."""
+    template = TEMPLATE.replace("{{ bos_token }}", "").replace("<|end|>", "<|im_end|>")
+    for role in ("user", "assistant"):
+        template = template.replace(f"<|{role}|>", f"<|im_start|>{role}")
+    script = str(Path(sys.executable).parent)
+    subprocess.run(
+        [f"{script}/gguf-new-metadata", "--force", "--chat-template", template, source, file],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    for name in ("llama.context_length",):
+        subprocess.run(
+            [f"{script}/gguf-set-metadata", "--force", file, name, str(CONTEXT)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+    return file

@@ -321,8 +321,7 @@ def test_a_silent_stream_has_comments_before_its_tokens_or_its_error(
     async def answer() -> None:
         run = Run(gateway)  # type: ignore[arg-type]
         await run.begin(SimpleNamespace(submits=(0,)), 0.0)  # type: ignore[arg-type]
-        exposition: Any = SimpleNamespace(watch=lambda *_: watch)
-        lines = Answer(run, writer, exposition, "m").lines()  # type: ignore[arg-type]
+        lines = Answer(run, writer, [watch]).lines()  # type: ignore[arg-type,list-item]
         assert [await anext(lines), await anext(lines)] == [b":\n\n"] * 2
         tells[0](Emitted(epoch=1, request=1, tokens=(5,), drafted=(False,), text="w5"))
         assert [await anext(lines), await anext(lines)] == [b"w5", b":\n\n"]

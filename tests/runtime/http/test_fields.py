@@ -18,7 +18,6 @@ ASKED: dict[str, Any] = {
     "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
     "modalities": ["text", "audio"],
     "audio": {"voice": "alloy"},
     "prediction": {"type": "content", "content": "x"},
@@ -27,8 +26,6 @@ ASKED: dict[str, Any] = {
     "reasoning_effort": "high",
     "verbosity": "low",
     # llama-server's
-    "grammar": 'root ::= "yes"',
-    "json_schema": {"type": "object"},
     "samplers": ["top_k"],
     "typical_p": 0.9,
     "top_n_sigma": 1.0,
@@ -44,11 +41,6 @@ ASKED: dict[str, Any] = {
     "image_data": [{"data": "", "id": 1}],
     "return_tokens": True,
     # vLLM's
-    "structured_outputs": {"regex": "a"},
-    "guided_json": {},
-    "guided_regex": "a",
-    "guided_choice": ["a"],
-    "guided_grammar": "a",
     "use_beam_search": True,
     "length_penalty": 0.5,
     "bad_words": ["a"],
@@ -64,8 +56,6 @@ ASKED: dict[str, Any] = {
     "cache_salt": "x",
     "prompt_logprobs": 1,
     # SGLang's
-    "regex": "a+",
-    "ebnf": "root ::= x",
     "stop_regex": ["a"],
     "min_new_tokens": 3,
     "custom_logit_processor": "x",
