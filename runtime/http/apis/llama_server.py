@@ -163,6 +163,7 @@ def add_llama_server(app: FastAPI, service: Service) -> None:
                 "model_path": name,
                 "modalities": {"vision": False, "audio": False},
                 "chat_template": facts.template,
+                "chat_template_caps": (await service.support(target)).described,
                 "bos_token": "" if facts.begin is None else target.text.token(facts.begin),
                 "eos_token": ends[0] if ends else "",
                 "build_info": f"dovetail {service.terms.version}",
