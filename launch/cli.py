@@ -26,6 +26,11 @@ GROUPS = {
         "chat": "Chat with the model in the terminal.",
         "serve": "Serve the OpenAI API over HTTP.",
     },
+    "Models on this machine": {
+        "pull": "Download a model from the Hugging Face hub.",
+        "list": "List the models on this machine, and the drafts that fit.",
+        "rm": "Remove a downloaded model.",
+    },
     "Operate a server": {
         "status": "Show the coordinator, its workers and its sessions.",
         "top": "Show the activity of a coordinator, live.",
@@ -48,6 +53,7 @@ GROUPS = {
         "calibrate": "Measure the time of a target pass on this machine, and the hardware's limit.",
         "plan": "Recommend a placement, draft and tree for a model on this hardware.",
         "config": "Show the effective settings, or export deployment files.",
+        "completion": "Print a script that completes command lines in a shell.",
     },
     "Measure": {
         "bench": "Measure methods side by side.",
@@ -71,7 +77,7 @@ COMMANDS = {
 
 STARTERS = ("generate", "chat", "serve")
 """Commands that fork their processes, unless they use a running service."""
-FEW_FILES = ("cache", "config", "doctor", "keygen")  # commands that open no sockets
+FEW_FILES = ("cache", "completion", "config", "doctor", "keygen")  # commands that open no sockets
 INTERRUPTED = 130
 
 
@@ -228,14 +234,18 @@ def _complain(text: str, code: int) -> int:
     return code
 
 
-def installed_version() -> str:
-    """The version of the installed distribution; a bare checkout has none."""
+DISTRIBUTION = "dovetail-llm"  # its name in package indexes, where `dovetail` is another project
+NOT_INSTALLED = "(not installed)"
+
+
+def installed_version(distribution: str = DISTRIBUTION) -> str:
+    """The version of an installed distribution; a bare checkout has none."""
     from importlib import metadata  # slow to import, and rarely needed
 
     try:
-        return metadata.version("dovetail")
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "(not installed)"
+        return NOT_INSTALLED
 
 
 if __name__ == "__main__":

@@ -32,7 +32,11 @@ DOORS = {
     "hqq": ("workers/models/substitutes/quantize.py",),
     "huggingface_hub": ("workers/models/checkpoints/hub.py",),
     "torch": ("workers/",),
-    "transformers": ("workers/models/transformers.py", "workers/training/"),
+    "transformers": (
+        "workers/models/transformers.py",
+        "workers/training/",
+        "runtime/tools/parser.py",
+    ),
     "sklearn": ("workers/training/stratify.py",),
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),

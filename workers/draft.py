@@ -49,6 +49,7 @@ from dovetail.workers.speculation.proposal import Order, Price, Proposal, Shape
 
 if TYPE_CHECKING:
     from dovetail.workers.sessions.blocks import BlockStore, Chain
+    from dovetail.workers.speculation.constrained import Constrained
 
 MAX_OPEN = 1024  # the most open sessions, each with its own cache; memory is the real bound
 
@@ -81,6 +82,11 @@ class _Held(Generic[SessionT]):
     session: SessionT
     round: int = 0
     proposed: TokenTree = field(default_factory=TokenTree)
+    constrained: "Constrained | None" = None
+    """The grammar of the reply, for tokens that must follow the engine's; None: there is none, or
+    the engine draws its proposals."""
+    origins: tuple[int, ...] = ()
+    """For each proposed node its place in the engine's proposal, -1 if it is not in it."""
     chain: "Chain | None" = None  # the stored blocks of its rows; None: they are not stored
 
 
@@ -138,6 +144,7 @@ class DraftWorker(Generic[SessionT]):
                 kept=its.kept_tokens,
                 prompt_rows=engine.prompt_rows,
                 together=its.together,
+                levels=engine.levels,
                 shares=self._keeper is not None and self._keeper.shares,
             ),
             vocabulary=its.vocabulary,
@@ -249,6 +256,10 @@ class DraftWorker(Generic[SessionT]):
         if (blocks := self._identity.blocks) is not None and command.scope:
             held.chain = blocks.chain(command.scope)
         self._store(held)
+        if command.constraint is not None and not command.sampling.rejects:
+            held.constrained = self.engine.constrained(command)
+            if held.constrained is not None and command.replied:
+                held.constrained.extend(command.prompt[-command.replied :])
         return self._opened(command, session)
 
     def _base(self, command: Open) -> Left | None:
@@ -380,16 +391,24 @@ class DraftWorker(Generic[SessionT]):
 
     def _order(self, command: Draft, start_ns: int) -> Order[SessionT]:
         """Return the order for the engine, after taking the features that came with it."""
-        session, deadline_ms = self._held[command.session].session, command.deadline_ms
+        held, deadline_ms = self._held[command.session], command.deadline_ms
+        session, accepted = held.session, command.accepted
+        bonus, more = command.bonus, tuple(command.more)
+        if held.constrained is not None:
+            committed = [*(held.proposed.tokens[node] for node in accepted), bonus, *more]
+            held.constrained.extend(committed)
+            accepted = tuple(one for node in accepted if (one := held.origins[node]) >= 0)
+            bonus, *rest = committed[len(accepted) :]
+            more = tuple(rest)
         if command.features is not None:
             self.engine.take_features(session, command.features)
         return Order(
             session,
-            command.accepted,
-            command.bonus,
+            accepted,
+            bonus,
             Shape(command.max_nodes, command.max_depth, command.max_width),
             None if deadline_ms is None else start_ns + int(deadline_ms * 1e6),
-            command.more,
+            more,
             Price(command.rate, command.floor),
             command.ahead,
             in_texts(command.recalled),
@@ -416,6 +435,8 @@ class DraftWorker(Generic[SessionT]):
 
     def _drafted(self, command: Draft, proposal: Proposal, start_ns: int) -> Drafted:
         held, self._to_learn = self._held[command.session], True
+        if held.constrained is not None:
+            proposal, held.origins = held.constrained.completed(proposal, command.max_nodes)
         held.round, held.proposed = command.round, proposal.tree
         self.spans.add("draft", start_ns, self._clock())
         return Drafted(

@@ -50,11 +50,11 @@ def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
 def foreign() -> None:
     """List options, commands and request fields of llama-server, vLLM and ollama, and ours."""
     from dovetail.launch.console.migration import names
-    from dovetail.runtime.http.fields import INSTEAD
+    from dovetail.runtime.http.fields import INSTEAD, RENAMED
 
     for option in names().options:
         click.echo(f"{', '.join(option.names)} ({option.whose}): {option.here}")
-    for theirs, here in (*names().commands.items(), *INSTEAD.items()):
+    for theirs, here in (*names().commands.items(), *RENAMED.items(), *INSTEAD.items()):
         click.echo(f"{theirs}: {here}")
 
 

@@ -41,6 +41,7 @@ from dovetail.protocol.errors import (
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count, template_values
 from dovetail.runtime.http.app import open_app
+from dovetail.runtime.http.asked import Aliases
 from dovetail.runtime.http.gateway import MOST_RETRY_S, Gateway
 from dovetail.runtime.http.orders import Defaults
 from dovetail.runtime.http.pages.watch import Shown
@@ -159,6 +160,13 @@ def _template_values(settings: HttpSettings) -> Mapping[str, Any]:
     return values
 
 
+def _aliases(text: str) -> Aliases:
+    try:
+        return Aliases.read(text)
+    except ValueError as error:
+        raise SettingsError(f"http.aliases = {text!r}: {error}") from None
+
+
 def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
     return Terms(
         defaults=Defaults(
@@ -168,12 +176,16 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
             ahead_of(settings.draft),
             _template_values(settings.http),
             settings.http.fit,
+            settings.http.special_tokens,
+            settings.http.reasoning,
+            settings.http.tools,
         ),
         model=settings.http.model,
         names={f"/{'/'.join(TARGET_FOLDER.parts[-3:])}": "demo"},  # the same model in any folder
         called=call_model,
         version=installed_version(),
         keys=keys,
+        aliases=_aliases(settings.http.aliases),
         deadline_s=settings.http.deadline_s,
         most_body_bytes=byte_count(settings.http.body),
         only_local_names=not keys,

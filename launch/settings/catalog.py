@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
@@ -51,6 +51,15 @@ class Setting:
     def alternatives(self) -> list[str]:
         """Describe each kind of value that the setting takes; words are quoted."""
         return _expected(self.type)
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words among its values."""
+        kinds = self.alternatives
+        quoted = [kind.strip("'") for kind in kinds if kind.startswith("'")]
+        checks = [getattr(part, "func", None) for part in self.field.metadata]
+        named = [word for check in checks if isinstance(check, partial) for word in check.args[0]]
+        return [*quoted, *named, *(("true", "false") if "true or false" in kinds else ())]
 
     @property
     def is_table(self) -> bool:

@@ -59,6 +59,7 @@ Reply = (
     Welcome
     | Emitted
     | PromptScored
+    | PromptRead
     | Recorded
     | Finished
     | Recalled

@@ -99,6 +99,8 @@ class Submit(Message):
     """True: the result includes the spans of all processes."""
     record: bool = False
     """True: every round is sent as a Recorded."""
+    progress: bool = False
+    """True: while the prompt is prefilled, its progress is sent as PromptRead."""
     ahead: bool | None = None
     """True if the draft keeps growing the tree while the target verifies; None: if the two share no
     device, or if measurements show that it pays."""
@@ -242,6 +244,19 @@ class PromptScored(Message):
     start: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     """Position of the first token."""
     logprobs: ScoredTokens
+
+
+class PromptRead(Message):
+    """The progress of a prompt, if requested: the target has prefilled a part of it. Sent at most
+    twice a second, before the first Emitted."""
+
+    type: Literal["prompt_read"] = "prompt_read"
+    request: Count
+    total: Count
+    """Tokens of the prompt; `done`: those in the target's cache, `cached` among them from earlier
+    requests."""
+    cached: Count
+    done: Count
 
 
 class Progressed(Message):

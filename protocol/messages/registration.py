@@ -75,6 +75,8 @@ class Limits(Frozen):
     together: Annotated[int, Field(ge=1, le=MAX_SESSIONS)] = 1
     """The most sessions that a draft serves in shared passes, ordered by Drafts; 1: it takes one
     order at a time."""
+    levels: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
+    """The levels of a tree that a pass of a draft predicts."""
     room: Count | None = None
     """Tokens of all sessions, kept ones included, that fit into the worker's cache. None:
     unknown."""

@@ -178,8 +178,15 @@ class HttpSettings(Frozen):
         "changes; required beyond loopback",
     )
     model: str = Field("", description="name under which the target is served; empty: its own")
+    aliases: str = Field(
+        "",
+        description="other names of models, such as gpt-4o=smollm2,claude-*; without =, of the "
+        "only one; *: any name",
+    )
     deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
-        600.0, description="a request that takes longer is ended"
+        600.0,
+        description="longest time of a reply from its first token on, and of a request that makes "
+        "no progress before it",
     )
     unload_s: Annotated[float, Field(ge=0.0, le=1e9)] = Field(
         300.0,
@@ -220,6 +227,22 @@ class HttpSettings(Frozen):
         "",
         description="JSON object: default values for the target's chat template, such as "
         "enable_thinking",
+    )
+
+    special_tokens: bool = Field(
+        False,
+        description="control tokens in the messages of chats are control tokens of the prompt; "
+        "false: they are plain text",
+    )
+    reasoning: Literal["split", "inline"] = Field(
+        "split",
+        description="split: a model's thoughts are the reasoning_content of a reply; inline: they "
+        "are part of its text",
+    )
+    tools: Literal["constrained", "free"] = Field(
+        "constrained",
+        description="constrained: a grammar keeps tool calls to the schemas of their tools; free: "
+        "calls are read from what the model writes",
     )
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from functools import partial
 from typing import Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -39,15 +40,15 @@ class Frozen(BaseModel):
 
 
 def words(available: Collection[str], what: str) -> AfterValidator:
-    """Return the validator of a field that has one of these words."""
+    """Return the validator of a field that has one of these words, the first of its arguments."""
+    return AfterValidator(partial(_check_word, available, what))
 
-    def check(value: str) -> str:
-        if value not in available:
-            choice = " or ".join(map(repr, available))
-            raise ValueError(f"there is no {what} {value!r}; choose {choice}")
-        return value
 
-    return AfterValidator(check)
+def _check_word(available: Collection[str], what: str, value: str) -> str:
+    if value not in available:
+        choice = " or ".join(map(repr, available))
+        raise ValueError(f"there is no {what} {value!r}; choose {choice}")
+    return value
 
 
 def template_values(text: str) -> dict[str, Any]:

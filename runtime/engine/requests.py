@@ -41,6 +41,7 @@ def read_request(submit: Submit, target: Worker, client: str = "", sharing: str 
         vocabulary_size=target.facts.size,
         stop=submit.stop,
         record=submit.record,
+        progress=submit.progress,
         logprobs=submit.logprobs,
         scored=submit.scored,
         owner=(owner := f"{client}/{submit.owner}"),

@@ -23,6 +23,7 @@ from dovetail.protocol.messages import (
     Opened,
     Prefilled,
     Probed,
+    PromptRead,
     Reading,
     Refed,
     Scored,
@@ -156,6 +157,18 @@ class WorkerEvents:
         self._read_alone(worker, event.spans)
         if worker is running.target:
             running.part_read(worker, now_ns, size, event.spans)
+            if running.progresses(now_ns):
+                base = running.session.target_base
+                self._acts.reply(
+                    running.client,
+                    PromptRead(
+                        epoch=self._shared.epoch,
+                        request=running.request,
+                        total=len(running.session.request.prompt),
+                        cached=base.tokens if base is not None else 0,
+                        done=event.done,
+                    ),
+                )
         else:
             running.draft_read(now_ns, event.spans)
 

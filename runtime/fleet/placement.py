@@ -96,8 +96,8 @@ def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -
     if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
         return 0.0
     verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)
-    level_s = pair.costs.level_s(1)
-    longer = pair.costs.level_s(draft.sessions + 1) / level_s if level_s else draft.sessions + 1
+    pass_s = pair.costs.pass_s(1)
+    longer = pair.costs.pass_s(draft.sessions + 1) / pass_s if pass_s else draft.sessions + 1
     draft_s = pair.costs.exposed_s.value * longer
     return pair.tokens.value / (verify_s + draft_s + draft.hop_s + target.hop_s)
 
@@ -138,7 +138,12 @@ class Placement:
             return None, self._alone.setdefault(target.peer, PairCosts(target.verifying))
         key = (draft.peer, target.peer)
         if key not in self._pairs:
-            costs = PairCosts(target.verifying, draft.drafting, together=draft.limits.together)
+            costs = PairCosts(
+                target.verifying,
+                draft.drafting,
+                together=draft.limits.together,
+                levels=draft.limits.levels,
+            )
             self._pairs[key] = Pair(
                 draft.name,
                 target.name,

@@ -9,9 +9,20 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
+from dovetail.runtime.http.apis.anthropic import add_anthropic
 from dovetail.runtime.http.apis.documents import Documented, documented
+from dovetail.runtime.http.apis.llama_server import add_llama_server
+from dovetail.runtime.http.apis.ollama import add_ollama
+from dovetail.runtime.http.apis.responses import add_responses
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from dovetail.runtime.http.errors import ApiError, complaint, not_served, place, wrong_method
+from dovetail.runtime.http.errors import (
+    ApiError,
+    complaint,
+    not_served,
+    place,
+    shaped,
+    wrong_method,
+)
 from dovetail.runtime.http.exposition import CONTENT_TYPE
 from dovetail.runtime.http.pages.site import add_pages, page_files
 from dovetail.runtime.http.pages.watch import add_state
@@ -36,6 +47,10 @@ def open_app(service: Service) -> App:
     _add_completions(app, service)
     _add_texts(app, service)
     _add_state(app, service)
+    add_anthropic(app, service)
+    add_responses(app, service)
+    add_ollama(app, service)
+    add_llama_server(app, service)
     _add_errors(app)
     files = page_files(terms.page, dashboard=service.watch is not None)
     add_pages(app, files)
@@ -52,11 +67,13 @@ def open_app(service: Service) -> App:
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
+    @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions", **documented("chat"))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The reply to a conversation."""
         return await service.answer(body, request)
 
+    @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions", **documented("text"))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """The continuation of a text."""
@@ -81,11 +98,15 @@ def _streamed(asked: bool | None, request: Request) -> bool:
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
+    @app.get("/models", include_in_schema=False)
     @app.get("/v1/models", **documented("models"))
     async def models() -> Response:
-        """The served model, in a list."""
-        return json_response({"object": "list", "data": [await service.model()]})
+        """The served model and its aliases, in a list."""
+        model = await service.model()
+        also = [{**model, "id": name} for name in service.terms.aliases.listed(model["id"])]
+        return json_response({"object": "list", "data": [model, *also]})
 
+    @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}", **documented("model"))
     async def model(name: str) -> Response:
         """The served model."""
@@ -143,15 +164,15 @@ UNPARSED = "There was an error parsing the body"
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def known(_: Request, error: ApiError) -> Response:
-        return json_response(error.body, error.status, error.headers)
+    async def known(request: Request, error: ApiError) -> Response:
+        return json_response(shaped(error, request.url.path), error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first, *others = _most_telling(error.errors())
         field = place(first["loc"])
         text = _no_object(request, first) if field is None else f"{field}{complaint(first, others)}"
-        return json_response(ApiError(400, text, param=field).body, 400)
+        return await known(request, ApiError(400, text, param=field))
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:

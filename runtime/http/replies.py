@@ -5,7 +5,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.protocol.messages import Emitted, Failed, PromptScored, Result, TokenLogprobs
+from dovetail.protocol.messages import (
+    Emitted,
+    Failed,
+    PromptRead,
+    PromptScored,
+    Result,
+    TokenLogprobs,
+)
 from dovetail.runtime.http.asked import RequestTarget, Told
 from dovetail.runtime.http.decoding import ended_early
 from dovetail.runtime.http.errors import of_failure
@@ -109,15 +116,40 @@ class Reply:
         self._scores: list[TokenLogprobs | None] = [None]
         """Log-probabilities of the prompt, whose first token follows nothing."""
         self._echoes = order.echoed
-        wanted = order.logprobs is not None or order.wishes.drafted
+        self._parser = self._marked = None
+        if order.reading is not None:
+            self._parser = order.reading.parser(f"{order.name}/{index}")
+            markers = order.reading.form.markers
+            self._marked = target.text.detokenizer(self._submit.tokens or (), special=markers)
+        self._lists = order.logprobs is not None or order.wishes.drafted
+        wanted = self._lists or self._parser is not None
         reads = target.text.detokenizer(self._submit.tokens or ()) if wanted else None
         self._tokens = Tokens(reads, len(self._prompt)) if reads is not None else None
+
+    @property
+    def cut(self) -> bool:
+        """Whether a stop string ended the reply."""
+        result = self.result
+        if result is None or result.finish_reason != "stop" or not result.token_ids:
+            return False
+        return result.token_ids[-1] not in self._ends
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the reply, if one did."""
+        if self.result is None or not self.cut:
+            return None
+        text = self._target.text.decode(self.result.token_ids, special=True)
+        found = {text.find(stop): stop for stop in self._submit.stop if stop in text}
+        return found[min(found)] if found else None
 
     def hear(self, told: Told) -> Part | None:
         """Return the new part, if any; raise the error of a reply that failed."""
         match told:
             case PromptScored():
                 self._scores += told.logprobs
+                return None
+            case PromptRead():
                 return None
             case Emitted():
                 return self._emitted(told)
@@ -136,19 +168,33 @@ class Reply:
             self._tokens.push(told.tokens, told.drafted, told.logprobs)
             tokens += self._tokens.shown(self._length)
         text += told.text
-        return Part(_as_text(text), tokens) if text or tokens else None
+        events = self._read(text, tokens)
+        listed = tokens if self._lists else ()
+        return Part(events, listed) if events or listed else None
 
     def _ended(self, result: Result) -> Part:
         self.result, self.completion_tokens = result, result.completion_tokens
         text, tokens = self._echo()
         if self._tokens is not None:
-            cut = (
-                result.finish_reason == "stop"
-                and result.token_ids[-1:] != ()
-                and result.token_ids[-1] not in self._ends
-            )
-            tokens += self._tokens.rest(self._length, cut=cut)
-        return Part(_as_text(text), tokens, result)
+            tokens += self._tokens.rest(self._length, cut=self.cut)
+        events = self._read(text, tokens, cut=self.cut)
+        if self._parser is not None:
+            events += self._parser.end()
+        return Part(events, tokens if self._lists else (), result)
+
+    def _read(
+        self, text: str, tokens: Sequence[ShownToken], *, cut: bool | None = None
+    ) -> tuple[Event, ...]:
+        """Return the events of a new text, which a parser reads from its tokens. `cut`: whether a
+        stop string cut the last token; None: it is not the end of the reply."""
+        if self._parser is None or self._marked is None:
+            return (Text(text),) if text else ()
+        pieces = [self._marked.push(shown.token) for shown in tokens]
+        if cut and pieces:
+            pieces[-1] = pieces[-1][: len(tokens[-1].text)]
+        elif cut is False:
+            pieces.append(self._marked.flush())
+        return self._parser.feed("".join(pieces))
 
     def _echo(self) -> tuple[str, list[ShownToken]]:
         """Return the prompt, once, if it precedes the reply."""
@@ -169,7 +215,3 @@ class Reply:
             else replace(shown, text=shown.text[-shown.offset :], offset=0)
             for shown in read.rest(len(self._prompt), cut=False)
         ]
-
-
-def _as_text(text: str) -> tuple[Event, ...]:
-    return (Text(text),) if text else ()

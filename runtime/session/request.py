@@ -55,6 +55,7 @@ class Request:
     vocabulary_size: int
     stop: tuple[str, ...] = ()
     record: bool = False
+    progress: bool = False
     logprobs: int | None = None
     scored: bool = False
     owner: str = ""

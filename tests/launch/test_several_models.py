@@ -129,6 +129,7 @@ def test_a_killed_router_or_service_returns_and_nothing_outlives_the_supervisor(
     assert len(served) == 2
     for one in served:
         one.kill()
+        told(process, "was lost: it was killed by SIGKILL")
     with ThreadPoolExecutor(2) as pool:  # each waits until its model is loaded again
         for other, _ in pool.map(lambda name: stream(url, name), "ab"):
             assert other == text

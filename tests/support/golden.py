@@ -111,6 +111,7 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
             kept=8192,
             prompt_rows=256,
             together=64,
+            levels=7,
             room=65536,
             shares=True,
         ),
@@ -368,6 +369,7 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             speculate=False,
             trace=True,
             record=True,
+            progress=True,
             ahead=False,
             ticket="chatcmpl-0123456789abcdef/0",
             memo=b"{}",
@@ -399,6 +401,7 @@ def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             logprobs=(facts.logprobs, facts.logprobs),
             fingerprint="0123456789ab",
         ),
+        "prompt_read": m.PromptRead(epoch=1, request=9, total=12000, cached=5000, done=8200),
         "prompt_scored": m.PromptScored(epoch=1, request=9, start=1, logprobs=(facts.logprobs,)),
         "recorded": m.Recorded(epoch=1, request=9, record=_record(m)),
         "finished": m.Finished(

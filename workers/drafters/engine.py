@@ -33,6 +33,7 @@ class Engine(ABC, Generic[SessionT]):
     """Opens sessions and drafts for them."""
 
     reads: Reads | None = None  # the features of its target that it reads
+    levels: int = 1  # of a tree that a pass predicts
     looks_up: bool = False  # True if it proposes nothing but what `protocol/lookup.py` finds
     prompt_rows: int = 0
     """Rows of a chunk of a prompt while no other session waits: `open` reads the first `Open.read`

@@ -28,6 +28,11 @@ ASKING = (400, 404, 413, 415, 503)
 DECODING = (*ASKING, 429, 500, 504)
 ERRORS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("chat", "text", "chat_again", "text_again"), DECODING),
+    **dict.fromkeys(("messages", "responses", "ollama_chat", "ollama_generate"), DECODING),
+    **dict.fromkeys(("completion",), DECODING),
+    **dict.fromkeys(("count_tokens", "apply_template", "ollama_show"), ASKING),
+    **dict.fromkeys(("props", "slots", "ollama_tags", "ollama_ps"), (503,)),
+    "ollama_version": (),
     "models": (503,),
     "forget": (503,),
     "model": (404, 503),
@@ -35,8 +40,11 @@ ERRORS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("readyz", "version", "load", "health", "metrics"), ()),
 }
 """Route -> its possible errors."""
-STREAMED = ("chat", "text", "chat_again", "text_again")
-ERROR = {  # the schema of every error's body
+STREAMED = (
+    *("chat", "text", "chat_again", "text_again", "messages", "responses", "completion"),
+    *("ollama_chat", "ollama_generate"),
+)
+ERROR = {  # the schema of an error's body in OpenAI's form
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -50,13 +58,37 @@ ERROR = {  # the schema of every error's body
         }
     },
 }
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {name: {"type": "string"} for name in ("type", "message")},
+        },
+    },
+}
+OLLAMA_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string"}},
+}
+
+
+def _error_schema(name: str) -> dict[str, Any]:
+    """Return the schema of the errors of a route, in the form of its API."""
+    if name in ("messages", "count_tokens"):
+        return ANTHROPIC_ERROR
+    return OLLAMA_ERROR if name.startswith("ollama_") else ERROR
 
 
 def documented(name: str) -> dict[str, Any]:
     """Return the arguments for declaring a route, so that the document has its responses."""
     responses: dict[int | str, dict[str, Any]] = {
         status: {
-            "content": {"application/json": {"schema": ERROR}},
+            "content": {"application/json": {"schema": _error_schema(name)}},
             "description": STATUSES[status],
             **({"headers": HEADERS[status]} if status in HEADERS else {}),
         }
@@ -64,7 +96,8 @@ def documented(name: str) -> dict[str, Any]:
     }
     declared: dict[str, Any] = {"response_description": "Done.", "responses": responses}
     if name in STREAMED:
-        responses[200] = {"content": {"text/event-stream": {}}}
+        lines = "application/x-ndjson" if name.startswith("ollama_") else "text/event-stream"
+        responses[200] = {"content": {lines: {}}}
     if name == "readyz":
         responses[503] = {"description": "Requests are not served."}
     if name == "health":

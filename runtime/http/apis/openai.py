@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from dovetail.protocol.messages import Result, TokenLogprobs
-from dovetail.runtime.http.apis.writers import COMMENT, Writer, compact, sse
+from dovetail.protocol.messages import PromptRead, Result, TokenLogprobs
+from dovetail.runtime.http.apis.writers import Writer, compact, prompt_progress, sse
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.events import (
@@ -108,8 +108,14 @@ class CompletionWriter(Writer):
 
     def _reason(self, index: int, result: Result) -> str:
         """Return why a reply ended, in OpenAI's words."""
-        called = result.finish_reason == "stop" and index in self._calling
-        return "tool_calls" if called else result.finish_reason
+        if result.finish_reason != "stop" or index not in self._calling:
+            return result.finish_reason
+        return "function_call" if self._legacy else "tool_calls"
+
+    @property
+    def _legacy(self) -> bool:
+        """Whether a call is the reply's `function_call`, as before there were tools."""
+        return self._order.reading is not None and self._order.reading.use.legacy
 
     def _unheard(self, index: int, part: Part) -> Part | None:
         """Return the part that a returning client lacks, or None."""
@@ -140,11 +146,18 @@ class CompletionWriter(Writer):
         """Note that a part has been streamed."""
         self._streamed[index] = _behind(self._streamed[index] or StreamPlace(), part)
 
-    @property
-    def comment(self) -> bytes:
-        """A stream line that clients ignore. Some clients split a stream at empty lines, so one
-        follows, except with event ids, where openai-python would read it as an event."""
-        return COMMENT if self._order.wishes.event_ids else COMMENT + b"\n"
+    def comment(self, read: PromptRead | None) -> bytes:
+        """Return a stream line that clients ignore. Some clients split a stream at empty lines, so
+        one follows, except with event ids, where openai-python would read it as an event."""
+        line = super().comment(read)
+        return line[:-1] if self._order.wishes.event_ids else line
+
+    def progress(self, read: PromptRead, index: int, since_s: float) -> str:
+        """Return a chunk without text, if progress is requested."""
+        if not self._order.progress or self._order.wishes.event_ids:
+            return ""
+        told = compact(prompt_progress(read, since_s))[1:-1]
+        return f"{self._begin}{self._choice(index, '', (), None)}],{told}}}\n\n"
 
     def last_lines(self) -> bytes:
         """Return the lines after the last reply."""
@@ -265,6 +278,10 @@ class ChatWriter(CompletionWriter):
                     deltas.append(f'{{"content":{json.dumps(text)}}}')
                 case Reasoning(text):
                     deltas.append(compact(_reasoning(text)))
+                case CallBegun() if self._legacy:
+                    deltas.append(compact({"function_call": _call(event, "")["function"]}))
+                case CallArguments(_, text) if self._legacy:
+                    deltas.append(compact({"function_call": {"arguments": text}}))
                 case CallBegun():
                     begun = {"index": event.index, **_call(event, "")}
                     deltas.append(compact({"tool_calls": [begun]}))
@@ -305,7 +322,9 @@ class ChatWriter(CompletionWriter):
         }
         if texts["reasoning"]:
             message |= _reasoning(texts["reasoning"])
-        if calls:
+        if calls and self._legacy:
+            message["function_call"] = calls[0]["function"]
+        elif calls:
             message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 

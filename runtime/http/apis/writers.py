@@ -6,15 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from dovetail.protocol.messages import Result
+from dovetail.protocol.messages import PromptRead, Result
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.events import Event
+from dovetail.runtime.http.events import Blocks, Change, Event
 from dovetail.runtime.http.orders import Order
 from dovetail.runtime.http.replies import Part, Reply, ShownToken
 from dovetail.runtime.http.resuming import StreamPlace
 
-COMMENT = b": no token yet\n"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 OpenWriter = Callable[[Order, RequestTarget, str, Sequence[StreamPlace | None]], "Writer"]
 """Returns the writer of an order's response; its last argument: how much of each reply a returning
@@ -26,15 +26,37 @@ def compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+def waiting(read: PromptRead | None) -> str:
+    """Return what a request without tokens waits for."""
+    return "no token yet" if read is None else f"reading {read.done} of {read.total} tokens"
+
+
+def prompt_progress(read: PromptRead, since_s: float) -> dict[str, Any]:
+    """Return the progress of a prompt in llama-server's form."""
+    return {
+        "prompt_progress": {
+            "total": read.total,
+            "cache": read.cached,
+            "processed": read.done,
+            "time_ms": round(1e3 * since_s),
+        }
+    }
+
+
 def sse(value: dict[str, Any]) -> bytes:
     """Return one server-sent event."""
     return f"data: {compact(value)}\n\n".encode()
 
 
+def typed(value: dict[str, Any]) -> str:
+    """Return one server-sent event that is named after the `type` of its data."""
+    return f"event: {value['type']}\ndata: {compact(value)}\n\n"
+
+
 class Writer(ABC):
     """Writes one response, streamed or whole, in the form of an API."""
 
-    content_type: ClassVar[str] = "text/event-stream; charset=utf-8"  # of a stream
+    content_type: ClassVar[str] = EVENT_STREAM  # of a stream
 
     def __init__(
         self,
@@ -57,10 +79,15 @@ class Writer(ABC):
     def lines(self, reply: Reply, part: Part | None) -> str:
         """Return the new part of a reply for a stream."""
 
-    @property
-    def comment(self) -> bytes:
-        """A line of a stream that clients ignore, for the time while no token arrives."""
-        return COMMENT + b"\n"
+    def comment(self, read: PromptRead | None) -> bytes:
+        """Return a line of a stream that clients ignore, for the time while no token arrives.
+        `read`: how far the prompt has been read, if that is known and no token has come."""
+        return f": {waiting(read)}\n\n".encode()
+
+    def progress(self, read: PromptRead, index: int, since_s: float) -> str:
+        """Return the progress of a reply's prompt for a stream, if it is requested; `since_s`:
+        seconds since the request came."""
+        return ""
 
     @abstractmethod
     def last_lines(self) -> bytes:
@@ -106,6 +133,59 @@ class Writer(ABC):
         tokens = sum(len(self._order.submits[reply.index].tokens or ()) for reply in first)
         results = [reply.result for reply in first if reply.result is not None]
         return tokens, sum(result.reused_tokens for result in results)
+
+
+class BlockWriter(Writer):
+    """Writes one reply as a sequence of blocks."""
+
+    def __init__(
+        self,
+        order: Order,
+        target: RequestTarget,
+        model: str,
+        places: Sequence[StreamPlace | None] = (),
+    ) -> None:
+        super().__init__(order, target, model, places)
+        self._blocks = Blocks()
+
+    @property
+    def _result(self) -> Result:
+        """The result of the reply, once it has ended."""
+        result = self.replies[0].result
+        assert result is not None
+        return result
+
+    @property
+    def _calls(self) -> bool:
+        """Whether the reply has a tool call."""
+        return any(block.call is not None for block in self._blocks.all)
+
+    def lines(self, reply: Reply, part: Part | None) -> str:
+        """Return the changes of blocks, and the end of the reply."""
+        if part is None:
+            return ""
+        lines = "".join(map(self._change, self._blocks.take(part.events)))
+        if part.ended is not None:
+            lines += "".join(map(self._change, self._blocks.end())) + self._ended()
+        return lines
+
+    def last_lines(self) -> bytes:
+        """Return nothing: a reply's end is the stream's."""
+        return b""
+
+    def keep(self, reply: Reply, part: Part | None) -> None:
+        """Store the new part of a reply."""
+        if part is not None:
+            for _ in self._blocks.take(part.events):
+                pass
+
+    @abstractmethod
+    def _change(self, change: Change) -> str:
+        """Return the lines of a change."""
+
+    @abstractmethod
+    def _ended(self) -> str:
+        """Return the lines after the last block."""
 
 
 def metrics_of(result: Result, gamma: int, *, failure: bool = False) -> dict[str, Any]:

@@ -51,7 +51,7 @@ async function reply(parent, before) {
   const { settings } = conversation;
   const asked = messages(conversation, before);
   const message = add(conversation, newMessage("assistant", "", { plain: settings.speculate === false }), parent);
-  const body = { messages: asked, dovetail: { drafted: true, speculate: settings.speculate !== false } };
+  const body = { messages: asked, return_progress: true, dovetail: { drafted: true, speculate: settings.speculate !== false } };
   for (const name of SETTINGS) if (settings[name] !== undefined) body[name] = settings[name];
   const controller = (running = new AbortController());
   busy(true);
@@ -80,13 +80,15 @@ async function reply(parent, before) {
   clearInterval(looking);
   if (message.metrics && !message.plain) await learn();
   running = null;
+  const saved = keep(conversation);
+  draw();
   busy(false);
   find("status").textContent = message.error || `The reply has ended. ${figures(message)}`;
-  await keep(conversation);
-  draw();
+  await saved;
 }
 
 function busy(is) {
+  if (document.activeElement === find("stop")) find("input").focus(); // what is hidden loses the focus
   find("send").hidden = is;
   find("stop").hidden = !is;
   find("log").setAttribute("aria-busy", String(is));
@@ -96,7 +98,7 @@ function busy(is) {
 function send(event) {
   event?.preventDefault();
   const content = find("input").value;
-  if (running || !content.trim()) return;
+  if (running || !content.trim() || !valid()) return;
   find("input").value = "";
   add(shown, newMessage("user", content), shown.leaf);
   reply(shown.leaf);
@@ -104,14 +106,15 @@ function send(event) {
 
 const actions = {
   retry(number) {
-    if (!running) reply(shown.nodes[number].parent, number);
+    if (!running && valid()) reply(shown.nodes[number].parent, number);
   },
   choose(number, words) {
     if (running) return;
     choose(shown, number);
     keep(shown);
     draw();
-    (find("log").querySelector(`[data-number="${number}"] [aria-label="${words}"]:not([disabled])`) ?? find("scroll")).focus();
+    const button = (label) => find("log").querySelector(`[data-number="${number}"] [aria-label${label}]:not([disabled])`);
+    (button(`="${words}"`) ?? button('$="version"')).focus();
   },
   edit(number) {
     if (running) return;
@@ -123,7 +126,7 @@ const actions = {
     const form = element("form", { class: "editing" }, text, element("div", { class: "row" }, element("button", {}, "Send"), cancel));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (!text.value.trim()) return;
+      if (!text.value.trim() || !valid()) return;
       add(shown, newMessage("user", text.value), parent);
       reply(shown.leaf);
     });
@@ -226,10 +229,19 @@ async function importFile() {
   }
 }
 
+/** Whether the settings can be sent; the browser shows what is wrong with one that cannot. */
+function valid() {
+  const wrong = SETTINGS.map(find).find((field) => !field.checkValidity());
+  if (wrong === undefined) return true;
+  find("settings").open = true;
+  wrong.reportValidity();
+  return false;
+}
+
 function settle() {
   const { settings } = shown;
   for (const name of SETTINGS) {
-    if (find(name).value === "" || !find(name).checkValidity()) delete settings[name];
+    if (find(name).value === "") delete settings[name];
     else settings[name] = Number(find(name).value);
   }
   settings.system = find("system").value;

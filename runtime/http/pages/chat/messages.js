@@ -10,12 +10,13 @@ const ENDS = { length: "ended at the longest length", stopped: "stopped", tool_c
 export function messageView(message, { place, tokens, actions }) {
   const [at, others] = place;
   const turn = others.indexOf(at);
-  const step = (words, to) => {
-    const button = element("button", { type: "button", class: "small", "aria-label": words, disabled: to === undefined }, to === undefined || to < at ? "‹" : "›");
+  const step = (sign, words, to) => {
+    const button = element("button", { type: "button", class: "small", "aria-label": words, disabled: to === undefined }, sign);
     button.addEventListener("click", () => actions.choose(to, words));
     return button;
   };
-  const branches = others.length > 1 && [step("Previous version", others[turn - 1]), element("span", { class: "quiet" }, `${turn + 1} of ${others.length}`), nextOf(step("Next version", others[turn + 1]))];
+  const [before, after] = [step("‹", "Previous version", others[turn - 1]), step("›", "Next version", others[turn + 1])];
+  const branches = others.length > 1 ? [before, element("span", { class: "quiet" }, `${turn + 1} of ${others.length}`), after] : [];
   const again = message.role === "assistant" ? action("Retry", () => actions.retry(at)) : message.role === "user" ? action("Edit", () => actions.edit(at)) : null;
   return element(
     "li",
@@ -26,11 +27,9 @@ export function messageView(message, { place, tokens, actions }) {
     message.calls.map(callCard),
     message.error && element("p", { class: "error" }, message.error),
     element("p", { class: "figures quiet" }, figures(message)),
-    element("div", { class: "actions" }, message.content && copyButton(() => message.content), again, branches || null),
+    element("div", { class: "actions" }, message.content && copyButton(() => message.content), again, branches),
   );
 }
-
-const nextOf = (button) => Object.assign(button, { textContent: "›" });
 
 function action(words, act) {
   const button = element("button", { type: "button", class: "small" }, words);
