@@ -28,6 +28,7 @@ a bound, a model that is stuck writes blanks to the end of its reply (vLLM #2102
 MAX_SCHEMA = 1 << 18  # characters of a schema
 MAX_DEPTH = 64  # nesting of a schema
 MAX_PARTS = 10_000  # properties and enum values of a schema
+MAX_PATTERNS = 100  # different patterns of a schema
 MAX_CHOICES = 1000
 KEPT = 64  # compiled grammars that are kept
 LIMITS = llguidance.LLParserLimits(
@@ -47,9 +48,12 @@ Allowed = NDArray[np.bool_]
 
 
 def refused(text: str) -> RequestError:
-    """Return the error for a grammar that cannot be followed, from the first line of a reason."""
-    line = next((one.strip() for one in text.splitlines() if one.strip()), "it cannot be compiled")
-    return RequestError("constraint", line[:500])
+    """Return the error for a grammar that cannot be followed, from the reason's first line, and the
+    one that begins with "error:"."""
+    lines = [one.strip() for one in text.splitlines() if one.strip()]
+    first, *others = lines or ["it cannot be compiled"]
+    cause = next((one.removeprefix("error:") for one in others if one.startswith("error:")), "")
+    return RequestError("constraint", f"{first}{cause}"[:500])
 
 
 # -- writing grammars ------------------------------------------------------------------------------
@@ -89,7 +93,7 @@ def of_gbnf(text: str) -> str:
     """Return the grammar of llama.cpp's GBNF, or of Lark."""
     try:
         return of_lark(any_to_lark(text))
-    except (ValueError, IndexError, KeyError) as error:
+    except Exception as error:  # the library raises bare Exception, too
         raise refused(f"the grammar is neither GBNF nor Lark: {error}") from None
 
 
@@ -123,6 +127,8 @@ def check_size(schema: Any) -> None:
         raise refused(f"the schema is nested more than {MAX_DEPTH} levels deep")
     if parts > MAX_PARTS:
         raise refused(f"the schema has {parts} properties and enum values: use at most {MAX_PARTS}")
+    if (patterns := len({*_patterns(schema)})) > MAX_PATTERNS:
+        raise refused(f"the schema has {patterns} patterns: use at most {MAX_PATTERNS}")
     if (size := len(json.dumps(schema, ensure_ascii=False))) > MAX_SCHEMA:
         raise refused(f"the schema has {size} characters: use at most {MAX_SCHEMA}")
 
@@ -210,8 +216,7 @@ class Matcher:
             if self.ended:
                 return
             if not self._own.consume_token(token):
-                self._check()
-                raise refused(f"the grammar does not allow token {token} after those before it")
+                raise refused(self._own.get_error())
             self.ended = bool(self._vocabulary.ends[token])
 
     def forced(self) -> list[int]:
@@ -265,13 +270,15 @@ class GrammarVocabulary:
         if len(grammar) > MAX_GRAMMAR:
             raise refused(f"the grammar has {len(grammar)} characters: use at most {MAX_GRAMMAR}")
         own = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
-        if not own.is_error():  # some limits are reached with the first mask
-            first = own.deep_copy()
-            first.compute_bitmask()
-            if not first.is_error():
-                return own
-            own = first
-        raise refused(own.get_error())
+        trial = own.deep_copy()  # some limits are reached with the first masks
+        trial.compute_bitmask()
+        if forced := trial.compute_ff_tokens():
+            trial.consume_tokens(forced)
+            trial.compute_bitmask()
+        if trial.is_error():
+            why = trial.get_error()
+            raise refused("no text follows it" if why.startswith("NoExtension") else why)
+        return own
 
 
 @lru_cache(4)

@@ -7,7 +7,7 @@ command."""
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -116,6 +116,9 @@ class InTurn:
         assert hello.limits is not None
         limits = hello.limits.model_copy(update={"shares": False})
         return hello.model_copy(update={"limits": limits})
+
+    def news(self) -> Iterable[Event]:
+        return self._worker.news()
 
     def handle(self, command: Command) -> Iterator[Event]:
         events: Iterator[Event] | None = None

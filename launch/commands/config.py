@@ -17,7 +17,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import refusal
 
 GRAFANA = Path(__file__).parent.parent / "files" / "grafana.json"
-SERVED = ("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
+SERVED = ("target", "draft", "tree", "sampling", "memory", "cache", "coordinator", "http")
 """The sections of `serve`."""
 
 

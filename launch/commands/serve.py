@@ -56,7 +56,7 @@ ANYWHERE = ("0.0.0.0", "[::]")  # hosts that mean all addresses of a machine
     help="Where the processes run: on this machine, or on the nodes of a Ray cluster (--ray.*).",
 )
 @settings_flags(
-    *("target", "draft", "tree", "sampling", "memory", "coordinator", "http", "ray"),
+    *("target", "draft", "tree", "sampling", "memory", "cache", "coordinator", "http", "ray"),
     shown=SERVING,
     several=True,
 )

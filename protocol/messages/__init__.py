@@ -46,6 +46,7 @@ Event = (
     | Drafted
     | Verified
     | Closed
+    | Blocks
     | Probed
     | Failed
 )

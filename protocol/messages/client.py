@@ -382,7 +382,9 @@ class Result(Frozen):
     """The rate that the cost model predicted for these rounds before each began; None if it knew
     too little."""
     reused_tokens: Count = 0
-    """Prompt tokens whose cache was reused from an earlier session."""
+    """Prompt tokens whose cached rows were reused."""
+    reused_from: Literal["", "session", "memory", "disk"] = ""
+    """Where these rows came from: an earlier session or stored blocks in memory or on disk."""
     moves: Count = 0
     """How often the session moved to another target."""
     fingerprints: Annotated[tuple[Name, ...], Field(max_length=MAX_MOVES, fail_fast=True)] = ()

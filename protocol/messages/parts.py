@@ -6,7 +6,7 @@ from pydantic import Field
 
 from dovetail.protocol.settings import Frozen
 
-VERSION = (1, 37)
+VERSION = (1, 38)
 MAX_STRIKES = 8
 """Messages that break the protocol before their sender is ignored; for workers and coordinators
 alike."""

@@ -28,6 +28,7 @@ from dovetail.protocol.messages.parts import (
     Token,
     Version,
 )
+from dovetail.protocol.prefixes import NAME_BYTES
 from dovetail.protocol.settings import Frozen
 
 
@@ -74,6 +75,8 @@ class Limits(Frozen):
     together: Annotated[int, Field(ge=1, le=MAX_SESSIONS)] = 1
     """The most sessions that a draft serves in shared passes, ordered by Drafts; 1: it takes one
     order at a time."""
+    levels: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
+    """The levels of a tree that a pass of a draft predicts."""
     room: Count | None = None
     """Tokens of all sessions, kept ones included, that fit into the worker's cache. None:
     unknown."""
@@ -205,6 +208,9 @@ class Hello(Message):
     load_s: Annotated[float, Field(ge=0.0)] = 0.0
     """Seconds from the start of the worker's process until its model was loaded; 0: not
     measured."""
+    blocks: Annotated[bytes, Field(max_length=NAME_BYTES)] = b""
+    """The hash of what its rows depend on besides tokens, from which the names of its stored blocks
+    begin; empty: it stores none."""
     served: Count | None = None
     """The epoch of the coordinator whose sessions are `held`; None: it holds none."""
     held: Annotated[tuple[HeldSession, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()

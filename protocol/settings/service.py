@@ -54,6 +54,31 @@ class MemorySettings(Frozen):
         return None if self.ram == "auto" else byte_count(self.ram)
 
 
+class CacheSettings(Frozen):
+    """The blocks of cached prompts that each worker stores."""
+
+    memory: str = Field(
+        "auto",
+        description="memory of a worker for copies of the rows of prompts, such as 2GB, which "
+        "outlive their sessions; auto: a sixteenth of the free memory; 0: none",
+    )
+    disk: Size = Field(
+        "0",
+        description="disk space in the cache folder for the same, such as 20GB, which outlive "
+        "the worker; only its user may read them; 0: none",
+    )
+
+    @field_validator("memory")
+    @classmethod
+    def _amount(cls, value: str) -> str:
+        return value if value == "auto" else _size(value)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """None: auto."""
+        return None if self.memory == "auto" else byte_count(self.memory)
+
+
 class CoordinatorSettings(Frozen):
     """The process that owns the token logs."""
 

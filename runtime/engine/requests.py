@@ -4,17 +4,17 @@ sessions and sockets."""
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Constraint, Submit
 from dovetail.protocol.noise import random_seed, session_key
+from dovetail.protocol.prefixes import digest_of
 from dovetail.protocol.settings import misfit
 from dovetail.runtime.engine.faults import one_line, reraise_exits
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.request import Request, begun, check_ids, check_least, too_long
 
 
-def read_request(
-    submit: Submit, target: Worker, client: str = "", *, alone: bool = True
-) -> Request:
+def read_request(submit: Submit, target: Worker, client: str = "", sharing: str = "off") -> Request:
     """Return a client's request in tokens. Raises `RequestError` if it exceeds the target's limits.
-    `client`: its key, empty over ipc; `alone`: cached rows are reused for the same owner only."""
+    `client`: its key, empty over ipc; `sharing`: with whose requests it may share cached rows: key
+    (the same owner's), all or off."""
     if submit.vocabulary not in ("", target.facts.digest):
         has, asked = target.facts.digest[:16], submit.vocabulary[:16]
         text = (
@@ -45,7 +45,8 @@ def read_request(
         logprobs=submit.logprobs,
         scored=submit.scored,
         owner=(owner := f"{client}/{submit.owner}"),
-        scope=owner if alone else "",
+        scope=(scope := "" if sharing == "all" else owner),
+        blocks=b"" if sharing == "off" else digest_of(scope),
         constraint=submit.constraint,
     )
 
@@ -88,11 +89,11 @@ def _check_constraint(submit: Submit, constraint: Constraint, target: Worker) ->
 
 
 def attempt(
-    submit: Submit, target: Worker, client: str = "", *, alone: bool = True
+    submit: Submit, target: Worker, client: str = "", sharing: str = "off"
 ) -> Request | RequestError:
     """Return the result or the error of `read_request`."""
     try:
-        return read_request(submit, target, client, alone=alone)
+        return read_request(submit, target, client, sharing)
     except RequestError as error:
         return error
     except BaseException as error:

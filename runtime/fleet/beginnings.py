@@ -40,7 +40,7 @@ def needs(
         return tokens_of(request)
     begun = prompts_on_target(running, target, request.scope)
     base = target.shelf.find(request.packed, scope=request.scope, running=begun)
-    if base is None or not base.shared:
+    if base is None or base.session is None or not base.shared:
         return tokens_of(request)
     there = [one.session.number for one in _on(target, running)]
     return tokens_of(request) - target.shelf.shared.saved_by(base.session, base.tokens, there)
@@ -91,7 +91,8 @@ def comes_later(request: Request, target: Worker, running: Mapping[int, RunningR
         return False
     there = list(prompts_on_target(running, target, request.scope))
     base = target.shelf.find(request.packed, scope=request.scope, running=there)
-    if base is not None and base.session in running and _draft_reads(running[base.session]):
+    begun = None if base is None else running.get(base.session or 0)
+    if begun is not None and _draft_reads(begun):
         return True
     worth = WORTH_WAITING + (0 if base is None else base.tokens)
     begins = request.packed[: TOKEN_BYTES * worth]

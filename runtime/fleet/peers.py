@@ -21,6 +21,7 @@ from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.costs.passes import RowCosts
 from dovetail.runtime.costs.reading import ReadingCosts
 from dovetail.runtime.costs.rounds import Average
+from dovetail.runtime.fleet.block_index import BlockIndex
 from dovetail.runtime.fleet.outbox import Outbox
 from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Owed, Turns
@@ -136,6 +137,8 @@ class Worker:
     sessions: int = 0
     shelf: PrefixCache = field(default_factory=lambda: PrefixCache(0))
     """The ended sessions that it keeps."""
+    blocks: BlockIndex = field(default_factory=BlockIndex)
+    """The blocks of prompts that it stores."""
     verifying: RowCosts = field(default_factory=RowCosts)
     """The cost of its passes as a target, by rows; `drafting`: as a draft."""
     drafting: RowCosts = field(default_factory=RowCosts)

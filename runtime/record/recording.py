@@ -57,13 +57,14 @@ class RecordedRequest(Frozen):
     record: bool
     logprobs: int | None
     scored: bool
+    blocks: bytes = b""
     constraint: Constraint | None = None
 
 
 class From(Frozen):
     """`kept.Base`."""
 
-    session: Count
+    session: Count | None
     tokens: Count
     shared: bool = False
 

@@ -2,6 +2,7 @@
 
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
+from typing import Literal
 
 from dovetail.protocol.messages import (
     MAX_MOVES,
@@ -68,6 +69,7 @@ class SessionState:
     _hold: bool = False  # True if the target is to hold the features of this round
     _prompt_read: bool = False  # True if a target has prefilled the prompt
     _reused: int = 0  # tokens of the prompt that the target reused from an earlier session
+    _reused_from: Literal["", "session", "memory", "disk"] = ""
     _placement: str = ""  # the devices of its target's layers, in words
     _read_by: str = ""  # the device that prefilled the log; empty: those that compute the model
     _moved: bool = False  # True if another target prefills the log
@@ -218,6 +220,7 @@ class SessionState:
             fingerprints=tuple(self._served[-MAX_MOVES:]) if len(self._served) > 1 else (),
             moves=self.moves,
             reused_tokens=self._reused,
+            reused_from=self._reused_from if self._reused else "",
             placement=self._placement,
             prefill=self._read_by or "local",
             constraint=self._followed(reason),

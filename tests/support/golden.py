@@ -111,6 +111,7 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
             kept=8192,
             prompt_rows=256,
             together=64,
+            levels=7,
             room=65536,
             shares=True,
         ),
@@ -163,6 +164,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             standby=True,
             placement=PLACEMENT,
             load_s=12.5,
+            blocks=bytes(range(32)),
             served=77,
             held=(m.HeldSession(session=3, rows=17),),
         ),
@@ -294,6 +296,7 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             base=2,
             shared=True,
             kept=1,
+            scope=bytes(range(32)),
             logprobs=2,
             scored=True,
             replied=1,
@@ -319,6 +322,7 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             logprobs=facts.logprobs,
             spans=facts.spans,
             placement=PLACEMENT,
+            restored="disk",
             read_by="cuda:0",
         ),
         "verify": m.Verify(
@@ -338,6 +342,7 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         ),
         "close": m.Close(epoch=1, session=3, keep=True),
         "closed": m.Closed(epoch=2, session=3),
+        "blocks": m.Blocks(epoch=2, names=bytes(range(64)), stored=True),
     }
 
 
@@ -533,6 +538,7 @@ def _result(m: Any, facts: SimpleNamespace) -> Any:
         control_rounds=1,
         predicted_tokens_per_s=11.5,
         reused_tokens=4,
+        reused_from="memory",
         moves=1,
         fingerprints=("another", str(facts.fingerprint)),
         placement=PLACEMENT,

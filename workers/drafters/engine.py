@@ -12,6 +12,7 @@ from dovetail.workers.speculation.proposal import Order, Proposal
 
 if TYPE_CHECKING:
     from dovetail.protocol.grammar import GrammarVocabulary
+    from dovetail.workers.models.segment import Cache
     from dovetail.workers.speculation.constrained import Constrained
 
 
@@ -32,6 +33,7 @@ class Engine(ABC, Generic[SessionT]):
     """Opens sessions and drafts for them."""
 
     reads: Reads | None = None  # the features of its target that it reads
+    levels: int = 1  # of a tree that a pass predicts
     looks_up: bool = False  # True if it proposes nothing but what `protocol/lookup.py` finds
     prompt_rows: int = 0
     """Rows of a chunk of a prompt while no other session waits: `open` reads the first `Open.read`
@@ -113,6 +115,10 @@ class Keeper(Engine[SessionT]):
     @abstractmethod
     def left(self, session: SessionT) -> Left:
         """Return the log and rows of an open session."""
+
+    @abstractmethod
+    def restored(self, log: list[int], cache: "Cache") -> Left:
+        """Return stored rows of the first tokens of a log, for a session to start from."""
 
     @property
     @abstractmethod

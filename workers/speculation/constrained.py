@@ -5,11 +5,14 @@ What is allowed after a path depends on the tokens of the reply and of the path 
 choices are the same with any tree, and without one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.grammar import Allowed, Matcher
+from dovetail.protocol.tree import ROOT, TokenTree
+from dovetail.workers.speculation.proposal import Proposal
 
 Path = tuple[int, ...]
 
@@ -49,9 +52,32 @@ class Constrained:
                 raise
             return np.zeros(self._root.size, np.bool_)
 
-    def forced(self, path: Sequence[int]) -> list[int]:
-        """Return the tokens that must follow a path, since there is no choice."""
-        return self._at(tuple(path)).forced()
+    def completed(self, proposal: Proposal, most: int) -> tuple[Proposal, tuple[int, ...]]:
+        """Return a proposal with the tokens that must follow its leaves, which cost no pass of the
+        draft, and the place of each node in the original, -1 for a new one. A new node has the
+        score of its leaf. `most`: the most nodes, of which the best stay."""
+        tree, places = proposal.tree, {ROOT: ROOT}
+        nodes: list[tuple[int, int, float, int]] = []  # token, parent, score, place
+        for node in range(ROOT, len(tree)):
+            score = proposal.scores[node] if node != ROOT else 0.0
+            if node != ROOT:
+                places[node] = len(nodes)
+                nodes.append((tree.tokens[node], places[tree.parents[node]], score, node))
+            if node in tree.children:
+                continue
+            parent = places[node]
+            for token in self._forced([tree.tokens[one] for one in tree.path(node)]):
+                nodes.append((token, parent, score, -1))
+                parent = len(nodes) - 1
+        tokens, parents, scores, origins = zip(*nodes[:most], strict=True) if nodes else ((),) * 4
+        return replace(proposal, tree=TokenTree(tokens, parents), scores=scores), origins
+
+    def _forced(self, path: Sequence[int]) -> list[int]:
+        """Return the tokens that must follow a path; none if the grammar excludes it."""
+        try:
+            return self._at(tuple(path)).forced()
+        except RequestError:
+            return []
 
     def _at(self, path: Path) -> Matcher:
         """Return the place after a path."""

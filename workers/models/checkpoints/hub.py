@@ -17,6 +17,8 @@ from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf, models_in, parts_of
 
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
+SPARED = ("*/*.safetensors", "*/*.json", "consolidated*")
+"""Files that are not fetched: other copies of the weights, as in `original/`."""
 PICKLED_FILES = ("*.bin",)  # also fetched if the user allows pickled weights
 CONFIG_ALONE = ("config.json",)
 HUB_ID = re.compile(r"([\w][\w.-]*(?:/[\w][\w.-]*)?)(?:@([\w./-]+))?")
@@ -25,7 +27,6 @@ HUB_FILE = re.compile(
 )
 TAGGED = re.compile(r"([\w][\w.-]*/[\w][\w.-]*):([\w.-]+)(@[\w./-]+)?")
 """A repository with the quantisation of one of its GGUF files, as llama-server and ollama write."""
-CONSOLIDATED = "consolidated"  # the beginning of names of a second copy of the weights
 ERRNO = re.compile(r"\[Errno -?\d+\] ")
 ASK_S = 5.0  # the hub's time limit to accept a connection, and again to answer
 
@@ -96,7 +97,11 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
     try:
         folder = Path(
             snapshot_download(
-                hosted.name, revision=hosted.revision, allow_patterns=wanted, local_files_only=True
+                hosted.name,
+                revision=hosted.revision,
+                allow_patterns=wanted,
+                ignore_patterns=[*SPARED],
+                local_files_only=True,
             )
         )
     except LocalEntryNotFoundError:
@@ -179,7 +184,12 @@ def _fetch(source: str, hosted: Hosted, wanted: Sequence[str]) -> Path:
 
     try:
         return Path(
-            snapshot_download(hosted.name, revision=hosted.revision, allow_patterns=[*wanted])
+            snapshot_download(
+                hosted.name,
+                revision=hosted.revision,
+                allow_patterns=[*wanted],
+                ignore_patterns=[*SPARED],
+            )
         )
     except HfHubHTTPError as error:
         raise _refused(source, error) from None
@@ -236,13 +246,14 @@ def _files_of(hosted: Hosted, held: Mapping[str, int], tag: str) -> dict[str, in
         )
         named = [one for one in models if (ending.search(one) if tag else one == hosted.file)]
     else:
-        plain = [name for name in held if "/" not in name or name.endswith(".jinja")]
-        wanted = [name for name in plain if any(fnmatch(name, end) for end in HUB_FILES)]
-        weights = [name for name in wanted if name.endswith(".safetensors")]
-        if any(not name.startswith(CONSOLIDATED) for name in weights):
-            wanted = [name for name in wanted if not name.startswith(CONSOLIDATED)]
-        if weights:
-            return {name: held[name] for name in wanted}
+        plain = [
+            name
+            for name in held
+            if any(fnmatch(name, end) for end in HUB_FILES)
+            and not any(fnmatch(name, end) for end in SPARED)
+        ]
+        if any(name.endswith(".safetensors") for name in plain):
+            return {name: held[name] for name in plain}
         named = models
     if len(named) == 1:
         parts = [str(part) for part in parts_of(Path(named[0]))]
