@@ -176,7 +176,8 @@ def bases(
     """Return what a session's target and draft reuse; their caches pin sessions that are taken
     over. `on_target` and `on_draft`: sessions that run there. A draft that `reads` its target gets
     features only for newly computed rows, so both start from the same position; and since its rows
-    also depend on the next token, that must match, too."""
+    also depend on the next token, that must match, too. The row before the last token is computed
+    again, since some drafts make their first guess from it."""
     of_target = target.find(prompt, scope=scope, running=on_target)
     of_draft = (
         draft.find(prompt, scope=scope, known=int(reads), running=on_draft)
@@ -184,7 +185,8 @@ def bases(
         else None
     )
     if reads and draft is not None:
-        tokens = min(of_target.tokens, of_draft.tokens) if of_target and of_draft else 0
+        most = len(prompt) // TOKEN_BYTES - 2
+        tokens = min(of_target.tokens, of_draft.tokens, most) if of_target and of_draft else 0
         of_target, of_draft = (
             replace(base, tokens=tokens) if base and tokens else None
             for base in (of_target, of_draft)
