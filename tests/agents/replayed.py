@@ -16,7 +16,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
-from agents.dialects import DIALECTS, Body, Chat, Dialect, Messages, limited
+from agents.dialects import DIALECTS, Body, Chat, Dialect, Messages, Schema, limited
 
 TOKENS = 24
 """Of a reply that nothing ends."""
@@ -193,10 +193,11 @@ def replay(url: str, file: Path) -> list[Reply]:
     first = session[0]
     dialect = dialect_of(first)
     for tool in called(session):
-        parameters = dialect.tools(first["body"])[tool]
+        parameters = closed(dialect.tools(first["body"])[tool])
         forced = limited(dialect, dialect.force(first["body"], tool, parameters), CALL_TOKENS)
         streamed = poster.post(first, forced)
         check_call(streamed, tool, parameters)
+        forced.pop("stream_options", None)
         whole = poster.post(first, {**forced, "stream": False})
         assert [one[1:] for one in whole.calls] == [one[1:] for one in streamed.calls]
         assert whole.text == streamed.text
@@ -218,11 +219,16 @@ def called(session: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def check_call(reply: Reply, tool: str, parameters: dict[str, Any]) -> None:
-    """There is one call, of this tool, with an id, and its arguments obey the tool's schema unless
-    the reply was cut."""
+def closed(parameters: Schema) -> Schema:
+    """The required parameters of a tool and no others, so that every model comes to an end."""
+    kept = {name: parameters["properties"][name] for name in parameters["required"]}
+    return {**parameters, "properties": kept, "additionalProperties": False}
+
+
+def check_call(reply: Reply, tool: str, parameters: Schema) -> None:
+    """There is one call, of this tool, with an id, and its arguments obey the tool's schema."""
     ((call, name, arguments),) = reply.calls
     assert call, reply
     assert name == tool, reply
-    if reply.ended not in ("length", "max_tokens", "max_output_tokens"):
-        jsonschema.validate(json.loads(arguments), parameters)
+    assert reply.ended not in ("length", "max_tokens", "max_output_tokens"), reply
+    jsonschema.validate(json.loads(arguments), parameters)

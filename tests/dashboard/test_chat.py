@@ -174,6 +174,22 @@ def test_text_is_matched_with_its_tokens_however_both_are_cut(chat: Page) -> Non
     assert found == []
 
 
+def test_while_the_prompt_is_read_its_progress_is_shown(page: Page) -> None:
+    with backend() as house, api(house.address) as server:
+        page.open(server.url)
+        page.until(READY)
+        house.held = True
+        send(page, "w5 w6")
+        page.until("document.querySelector('.assistant .figures')?.textContent.includes('reading')")
+        house.held = False
+        page.until(DONE)
+    words = page.value(
+        "import('/pages/chat/messages.js').then(({ readingWords }) => readingWords({ reading: "
+        "{ total: 12000, cache: 5000, processed: 8000, time_ms: 30000 } }, 30))"
+    )
+    assert words == "reading 8,000 of 12,000 tokens, 5,000 from the cache, about 40 s left"
+
+
 def test_settings_belong_to_the_conversation_and_are_sent(chat: Page, quiet: Api) -> None:
     settle(chat, temperature="1", seed="7", max_tokens="40", system="Talk about a fox.")
     shown = ask(chat, QUESTION)

@@ -51,7 +51,7 @@ async function reply(parent, before) {
   const { settings } = conversation;
   const asked = messages(conversation, before);
   const message = add(conversation, newMessage("assistant", "", { plain: settings.speculate === false }), parent);
-  const body = { messages: asked, dovetail: { drafted: true, speculate: settings.speculate !== false } };
+  const body = { messages: asked, return_progress: true, dovetail: { drafted: true, speculate: settings.speculate !== false } };
   for (const name of SETTINGS) if (settings[name] !== undefined) body[name] = settings[name];
   const controller = (running = new AbortController());
   busy(true);
