@@ -36,6 +36,7 @@ GROUPS = {
         "top": "Show the activity of a coordinator, live.",
         "swap": "Replace a worker while requests run.",
         "drain": "Remove a worker while requests run.",
+        "cache": "Show or clear the prompts cached on disk.",
     },
     "Start the processes by hand, on one machine or several": {
         "coordinator": "Run a coordinator by hand.",
@@ -76,7 +77,7 @@ COMMANDS = {
 
 STARTERS = ("generate", "chat", "serve")
 """Commands that fork their processes, unless they use a running service."""
-FEW_FILES = ("completion", "config", "doctor", "keygen")  # commands that open no sockets
+FEW_FILES = ("cache", "completion", "config", "doctor", "keygen")  # commands that open no sockets
 INTERRUPTED = 130
 
 
@@ -233,14 +234,18 @@ def _complain(text: str, code: int) -> int:
     return code
 
 
-def installed_version() -> str:
-    """The version of the installed distribution; a bare checkout has none."""
+DISTRIBUTION = "dovetail-llm"  # its name in package indexes, where `dovetail` is another project
+NOT_INSTALLED = "(not installed)"
+
+
+def installed_version(distribution: str = DISTRIBUTION) -> str:
+    """The version of an installed distribution; a bare checkout has none."""
     from importlib import metadata  # slow to import, and rarely needed
 
     try:
-        return metadata.version("dovetail")
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "(not installed)"
+        return NOT_INSTALLED
 
 
 if __name__ == "__main__":

@@ -139,7 +139,9 @@ def _check(configuration: Configuration, plot: Path | None) -> None:
     if settings.sampling.acceptance == "rejection":
         raise UserError("sampling.acceptance 'rejection' draws its trees at random: leave it out")
     if find_spec("sklearn") is None:  # report before anything is decoded
-        raise UserError("fitting thresholds needs scikit-learn: pip install 'dovetail[stratify]'")
+        raise UserError(
+            "fitting thresholds needs scikit-learn: pip install 'dovetail-llm[stratify]'"
+        )
 
 
 def _holds_for(settings: Settings) -> dict[str, Any]:

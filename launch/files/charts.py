@@ -87,7 +87,7 @@ class Panel:
 def check_charts(what: str) -> None:
     """Raise `UserError` if matplotlib, which `what` needs, is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(f"{what} needs matplotlib: pip install 'dovetail[plot]'")
+        raise UserError(f"{what} needs matplotlib: pip install 'dovetail-llm[plot]'")
 
 
 def check_chart(path: Path | None) -> None:

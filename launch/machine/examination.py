@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dovetail.launch.cli import DISTRIBUTION, NOT_INSTALLED, installed_version
 from dovetail.launch.console.terminal import counted
 from dovetail.launch.files.directory import profile_path, writable_profile_path
 from dovetail.launch.machine.cards import Card, read_cards
@@ -92,6 +93,8 @@ class Facts:
     environment: Mapping[str, str] = field(default_factory=dict)
     compiler: str = ""
     others: Load | None = None  # CPU time that other programs used while this process was idle
+    rival: str = ""
+    """The version of a distribution called dovetail, installed beside ours; empty: none."""
     profile: str = ""
     profile_problem: str = ""
     cache: Path = Path()  # the folder of this user's caches
@@ -126,6 +129,7 @@ def gather() -> Facts:
         environment=dict(os.environ),
         compiler=" ".join(compiler()),
         others=others,
+        rival=_rival(),
         profile=profile,
         profile_problem=problem,
         cache=cache_folder(),
@@ -433,6 +437,19 @@ def examine(facts: Facts) -> Iterator[Check]:
             yield replace(found, advice="") if found.ok else found
 
 
+def _rival() -> str:
+    """Return the version of a distribution with our import name beside ours; empty: none."""
+    ours, found = installed_version(), installed_version("dovetail")
+    return "" if NOT_INSTALLED in (ours, found) else found
+
+
+def _package(facts: Facts) -> Iterator[Check]:
+    if facts.rival:
+        found = f"the distribution dovetail {facts.rival} is installed beside {DISTRIBUTION}"
+        remedy = f"both have the folder dovetail: pip uninstall dovetail {DISTRIBUTION}, then "
+        yield Check("package", False, found, f"{remedy}pip install {DISTRIBUTION}")
+
+
 def _processor(facts: Facts) -> Iterator[Check]:
     found = " ".join(name for name in INSTRUCTIONS if name in facts.flags) or "none that matter"
     yield Check("processor", True, f"{facts.machine}: {found}")
@@ -582,6 +599,16 @@ def _caches(facts: Facts) -> Iterator[Check]:
 
 
 CHECKS: Sequence[Callable[[Facts], Iterable[Check]]] = (
-    *(_processor, _kernels, _torch, examine_gpus, _cores, _memory_nodes, _huge_pages, _others),
+    *(
+        _package,
+        _processor,
+        _kernels,
+        _torch,
+        examine_gpus,
+        _cores,
+        _memory_nodes,
+        _huge_pages,
+        _others,
+    ),
     *(_memory, _limits, _environment, _profile, _caches),
 )

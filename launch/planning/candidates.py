@@ -52,7 +52,7 @@ UNTRAINED = "must be trained first"
 TRAIN = UNTRAINED + ": dovetail train {kind}{blocks} --target {target} --data CHATS --out HEAD"
 UNASKED = "is used only on request: --draft substitute"
 """A substitute is a second copy of the target, which `serve` does not choose by itself."""
-HQQ = "needs hqq: pip install 'dovetail[subspec]'"
+HQQ = "needs hqq: pip install 'dovetail-llm[subspec]'"
 
 
 @dataclass(frozen=True)

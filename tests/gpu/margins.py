@@ -52,7 +52,7 @@ def run(report: Report, device: str, progress: Callable[[str], None]) -> None:
     if find_spec("hqq") is None:
         report.note(
             "unified",
-            "left out: the hqq package is not installed (pip install 'dovetail[subspec]')",
+            "left out: the hqq package is not installed (pip install 'dovetail-llm[subspec]')",
         )
     for weights in ("fp32",) if report.quick else ("fp32", "half", "int8"):
         with running({"draft.device": "cpu", "target.weights": weights}) as client:

@@ -66,7 +66,9 @@ def test_another_format_is_refused_with_the_name_that_works() -> None:
 def test_a_missing_matplotlib_is_asked_for_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     check_chart(None)
-    with pytest.raises(UserError, match=r"a\.svg needs matplotlib.*pip install 'dovetail\[plot\]'"):
+    with pytest.raises(
+        UserError, match=r"a\.svg needs matplotlib.*pip install 'dovetail-llm\[plot\]'"
+    ):
         check_chart(Path("a.svg"))
 
 
@@ -157,7 +159,7 @@ def test_a_long_command_asks_for_matplotlib_before_it_begins(
     assert cli.run([argument.format(tmp_path) for argument in command]) == 2
     complaint = capsys.readouterr().err
     assert complaint.count("\n") == 1
-    assert "pip install 'dovetail[plot]'" in complaint
+    assert "pip install 'dovetail-llm[plot]'" in complaint
     assert not list(tmp_path.iterdir())
 
 

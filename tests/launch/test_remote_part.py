@@ -209,7 +209,7 @@ def test_without_ray_the_engine_is_refused_with_its_remedy(
     done = invoke("serve", "--engine=ray", "--http.port=0")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--engine ray needs Ray on every node" in done.stderr
-    assert "pip install 'dovetail[ray]'" in done.stderr
+    assert "pip install 'dovetail-llm[ray]'" in done.stderr
 
 
 TWO_SOCKETS = Topology((Node(0, ((0, 4), (1, 5)), 1 << 30), Node(1, ((2, 6), (3, 7)), 1 << 30)))

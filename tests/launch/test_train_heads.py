@@ -454,7 +454,7 @@ def test_two_processes_train_one_head(tokens: Path, tmp_path: Path) -> None:
         ({"begin": "targett"}, "--begin targett is neither target, nor random, nor the folder of"),
         ({"begin": str(TARGET)}, "is neither target, nor random, nor the folder of a head of the"),
         ({"regenerate": True, "processes": 2}, "--regenerate needs --data and a single process"),
-        ({"processes": 2}, r"pip install 'dovetail\[train\]'"),
+        ({"processes": 2}, r"pip install 'dovetail-llm\[train\]'"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -67,5 +67,5 @@ def test_a_last_group_that_is_not_whole_spans_what_its_inputs_do() -> None:
 
 def test_without_hqq_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"pip install 'dovetail\[subspec\]'"):
+    with pytest.raises(SettingsError, match=r"pip install 'dovetail-llm\[subspec\]'"):
         check_installed()

@@ -277,7 +277,7 @@ def test_a_substitute_proposes_what_its_codes_choose_after_the_targets_rows(
     earlier trees have rows behind the draft's own: here greedy trees begin afresh."""
     if open_pair is substituted_there and not POSSIBLE:
         pytest.skip("this version of torch cannot be told of a device from Python")
-    pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
+    pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail-llm[subspec]'")
     target, draft = open_pair(write_varied(kind, tmp_path), "int4")
     for name, sampling in SAMPLINGS.items():
         pair, expected = Pair(target, sampling, draft=draft), alone(target, sampling)

@@ -102,7 +102,7 @@ def open_target_worker(
     identity = _identity(settings, name, threads, device, spread, model, profile)
     if identity.same_bytes:
         seed = (identity.fingerprint.model_dump_json(), model.cache)
-        blocks = open_blocks(prompts, name, model.new_cache, model.device, *seed)
+        blocks = open_blocks(prompts, name, settings.model, model.new_cache, model.device, *seed)
         identity = replace(identity, blocks=blocks)
     return TargetWorker(model, identity)
 

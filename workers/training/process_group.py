@@ -39,7 +39,7 @@ class Accelerated(ProcessGroup):
         except ImportError as error:
             raise UserError(
                 "several training processes need the library accelerate: pip install "
-                "'dovetail[train]', or start one process only"
+                "'dovetail-llm[train]', or start one process only"
             ) from error
         self._accelerator: Any = Accelerator(cpu=first_device() == "cpu")
         self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes

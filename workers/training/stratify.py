@@ -97,7 +97,7 @@ def _splits(rounds: Sequence[Round], nodes: int) -> list[float]:
         from sklearn.tree import DecisionTreeRegressor
     except ImportError:
         raise UserError(
-            "fitting thresholds needs scikit-learn: pip install 'dovetail[stratify]'"
+            "fitting thresholds needs scikit-learn: pip install 'dovetail-llm[stratify]'"
         ) from None
     entropies, ranks = (
         np.array([[seen.entropy] for seen in rounds]),

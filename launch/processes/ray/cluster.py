@@ -21,7 +21,7 @@ try:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ModuleNotFoundError as missing:
     raise UserError(
-        f"--engine ray needs Ray on every node ({missing}): pip install 'dovetail[ray]'"
+        f"--engine ray needs Ray on every node ({missing}): pip install 'dovetail-llm[ray]'"
     ) from None
 
 CONNECT_S = 5.0

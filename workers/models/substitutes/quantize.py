@@ -21,7 +21,7 @@ BITS: Mapping[str, int] = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 """Type of a substitute's weights -> bits."""
 SCHEME = f"hqq-axis1-group{GROUP}-2"  # the version of `quantise`, part of caches' names
 CPU = torch.device("cpu")
-REMEDY = "install it with `pip install 'dovetail[subspec]'`"
+REMEDY = "install it with `pip install 'dovetail-llm[subspec]'`"
 
 
 @dataclass(frozen=True)
