@@ -138,35 +138,40 @@ class Responses:
 
     @staticmethod
     def stream(turn: Turn) -> Iterator[tuple[str, Any]]:
-        reply: Body = {
-            "id": f"resp_{turn.number}",
-            "object": "response",
-            "created_at": 1,
-            "model": "dovetail",
-            "status": "in_progress",
-            "output": [],
-        }
-        yield "response.created", {"response": reply}
-        output: list[Body] = []
-        for item, events in _items(turn):
-            place = {"output_index": len(output), "item_id": item["id"]}
-            begun = {**item, "status": "in_progress"}
-            begun |= {"arguments": ""} if turn.tool and "name" in item else {}
-            begun |= {"content": []} if "content" in item else {}
-            yield "response.output_item.added", {**place, "item": begun}
-            for name, data in events:
-                yield f"response.{name}", {**place, **data}
-            output.append({**item, "status": "completed"})
-            yield "response.output_item.done", {**place, "item": output[-1]}
-        usage = {
-            "input_tokens": 100,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": 10,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": 110,
-        }
-        done = {**reply, "status": "completed", "output": output, "usage": usage}
-        yield "response.completed", {"response": done}
+        for number, (name, data) in enumerate(_response(turn)):
+            yield name, {**data, "sequence_number": number}
+
+
+def _response(turn: Turn) -> Iterator[tuple[str, Body]]:
+    reply: Body = {
+        "id": f"resp_{turn.number}",
+        "object": "response",
+        "created_at": 1,
+        "model": "dovetail",
+        "status": "in_progress",
+        "output": [],
+    }
+    yield "response.created", {"response": reply}
+    output: list[Body] = []
+    for item, events in _items(turn):
+        place = {"output_index": len(output), "item_id": item["id"]}
+        begun = {**item, "status": "in_progress"}
+        begun |= {"arguments": ""} if turn.tool and "name" in item else {}
+        begun |= {"content": []} if "content" in item else {}
+        yield "response.output_item.added", {**place, "item": begun}
+        for name, data in events:
+            yield f"response.{name}", {**place, **data}
+        output.append({**item, "status": "completed"})
+        yield "response.output_item.done", {**place, "item": output[-1]}
+    usage = {
+        "input_tokens": 100,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": 10,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 110,
+    }
+    done = {**reply, "status": "completed", "output": output, "usage": usage}
+    yield "response.completed", {"response": done}
 
 
 def _items(turn: Turn) -> Iterator[tuple[Body, list[tuple[str, Body]]]]:
