@@ -14,6 +14,7 @@ from dovetail.protocol.links import Link
 from dovetail.protocol.messages import (
     VERSION,
     Cancel,
+    Constraint,
     Describe,
     Described,
     Dismiss,
@@ -90,6 +91,7 @@ class Client:
         sample: int = 0,
         owner: str = "",
         end: Sequence[int] | None = None,
+        constraint: Constraint | None = None,
         vocabulary: str = "",
         logprobs: int | None = None,
         scored: bool = False,
@@ -103,8 +105,9 @@ class Client:
         its replies carry.
 
         `sample`: which of several replies to the same prompt and seed; `owner`: the owner of the
-        request; `end`: ids that end the reply, None: the target's; `vocabulary`: the digest of the
-        vocabulary of `tokens`, if the target must have the same. `logprobs`: the number of
+        request; `end`: ids that end the reply, None: the target's; `constraint`: the grammar of the
+        reply; `vocabulary`: the digest of the vocabulary of `tokens`, if the target must have the
+        same. `logprobs`: the number of
         alternatives in the log-probabilities of each token, `scored`: also those of the prompt,
         before the reply. `record`: every round is sent as a Recorded; `ahead`: whether drafting
         continues while the target verifies, None: if that pays off."""
@@ -123,6 +126,7 @@ class Client:
                 sample=sample,
                 owner=owner,
                 end=None if end is None else tuple(end),
+                constraint=constraint,
                 vocabulary=vocabulary,
                 logprobs=logprobs,
                 scored=scored,

@@ -20,6 +20,7 @@ MAY_IMPORT = {
 }
 DOORS = {
     "zmq": ("protocol/links/", "protocol/keys.py"),
+    "llguidance": ("protocol/grammar.py",),
     "msgpack": ("protocol/codec.py", "runtime/record/recording.py", "runtime/journal/entries.py"),
     "tokenizers": (
         "runtime/text/tokenizer.py",
@@ -31,11 +32,15 @@ DOORS = {
     "hqq": ("workers/models/substitutes/quantize.py",),
     "huggingface_hub": ("workers/models/checkpoints/hub.py",),
     "torch": ("workers/",),
-    "transformers": ("workers/models/transformers.py", "workers/training/"),
+    "transformers": (
+        "workers/models/transformers.py",
+        "workers/training/",
+        "runtime/tools/parser.py",
+    ),
     "sklearn": ("workers/training/stratify.py",),
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),
-    "uvicorn": ("runtime/http/server.py",),
+    "uvicorn": ("runtime/http/serving/server.py",),
     "uvloop": ("launch/commands/http.py", "launch/commands/router.py"),
     "httptools": ("runtime/router/upstream.py",),
     "prometheus_client": ("runtime/http/exposition.py",),

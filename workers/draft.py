@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.calibration import ContextCurve
@@ -36,6 +36,7 @@ from dovetail.protocol.messages import (
     Reading,
     ReadItem,
     VocabularyFacts,
+    grammar_engine,
 )
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
@@ -45,6 +46,10 @@ from dovetail.workers.serving.failures import as_request_error, failed
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.rounds import check_chunk, check_round, find_session
 from dovetail.workers.speculation.proposal import Order, Price, Proposal, Shape
+
+if TYPE_CHECKING:
+    from dovetail.workers.sessions.blocks import BlockStore, Chain
+    from dovetail.workers.speculation.constrained import Constrained
 
 MAX_OPEN = 1024  # the most open sessions, each with its own cache; memory is the real bound
 
@@ -66,6 +71,7 @@ class Identity:
     """The cost of a level of its tree, from this machine's profile file."""
     kept_tokens: int = 0  # the number of tokens of ended sessions whose rows it can keep
     together: int = 1  # the most sessions that it drafts for in one pass
+    blocks: "BlockStore | None" = None  # blocks of cached prompts; None: none are stored
     kept_extra: int = 0  # additional tokens that each session counts as, for its recurrent states
 
 
@@ -76,6 +82,12 @@ class _Held(Generic[SessionT]):
     session: SessionT
     round: int = 0
     proposed: TokenTree = field(default_factory=TokenTree)
+    chain: "Chain | None" = None  # the stored blocks of its rows; None: they are not stored
+    constrained: "Constrained | None" = None
+    """The grammar of the reply, for tokens that must follow the engine's; None: there is none, or
+    the engine draws its proposals."""
+    origins: tuple[int, ...] = ()
+    """For each proposed node its place in the engine's proposal, -1 if it is not in it."""
 
 
 class DraftWorker(Generic[SessionT]):
@@ -103,6 +115,11 @@ class DraftWorker(Generic[SessionT]):
     def sessions(self) -> int:
         return len(self._held)
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the draft has a vocabulary of its own."""
+        return self._identity.vocabulary is not None
+
     def session(self, number: int) -> SessionT:
         """Return the engine's session of that number; raise `RequestError` if it is not open."""
         return find_session(self._held, number).session
@@ -127,15 +144,23 @@ class DraftWorker(Generic[SessionT]):
                 kept=its.kept_tokens,
                 prompt_rows=engine.prompt_rows,
                 together=its.together,
+                levels=engine.levels,
                 shares=self._keeper is not None and self._keeper.shares,
             ),
             vocabulary=its.vocabulary,
             table=None if its.table is None else Array.of(its.table.packed),
             reads=engine.reads,
+            grammars="" if engine.vocabulary is None else grammar_engine(),
             looks_up=engine.looks_up,
             cores=tuple(sorted(os.sched_getaffinity(0))) if its.device == "cpu" else (),
             curves=tuple(its.curves),
+            blocks=b"" if its.blocks is None else its.blocks.begin(epoch),
         )
+
+    def news(self) -> Iterable[Event]:
+        """Return the reports about stored blocks that the coordinator lacks."""
+        blocks = self._identity.blocks
+        return () if blocks is None else blocks.news()
 
     def handle(self, command: Command) -> Iterable[Event]:
         """Carry out a command and return its answers; none if it is stale. Raises `RequestError`,
@@ -173,7 +198,8 @@ class DraftWorker(Generic[SessionT]):
             number = grown[0] if len(grown) == 1 else None
             about = {} if number is None else {"session": number, "round": self._held[number].round}
             self.spans.add_beside("grow", began_ns, self._clock(), **about)
-        return worked
+        blocks = self._identity.blocks
+        return worked or (not self._held and blocks is not None and blocks.idle())
 
     def _get_ready(self) -> bool:
         """Precompute what any proposal needs, or take a step of learning; return False if there is
@@ -186,6 +212,8 @@ class DraftWorker(Generic[SessionT]):
     def let_go(self) -> None:
         """Free the kept sessions; sessions that would have reused them start from scratch."""
         self.kept.clear()
+        if (blocks := self._identity.blocks) is not None:
+            blocks.let_go()
 
     def let_graphs_go(self) -> bool:
         """Return False: graphs are held by the arenas of the engine's caches."""
@@ -216,7 +244,7 @@ class DraftWorker(Generic[SessionT]):
             text = f"{MAX_OPEN} sessions are open, the most that this worker holds; close one"
             raise RequestError("capacity", text)
         self.engine.check_tokens(command.prompt)
-        session = self.engine.open(command, self.kept.base(command, self._open_base(command.base)))
+        session = self.engine.open(command, self._base(command))
         if not session.readable:
             print(
                 f"{self._identity.name}: a prompt of {len(command.prompt)} tokens exceeds the "
@@ -224,8 +252,29 @@ class DraftWorker(Generic[SessionT]):
                 "nothing is drafted for it",
                 file=sys.stderr,
             )
-        self._held[number] = _Held(session, command.round)
+        held = self._held[number] = _Held(session, command.round)
+        if (blocks := self._identity.blocks) is not None and command.scope:
+            held.chain = blocks.chain(command.scope)
+        self._store(held)
+        if command.constraint is not None and not command.sampling.rejects:
+            held.constrained = self.engine.constrained(command)
+            if held.constrained is not None and command.replied:
+                held.constrained.extend(command.prompt[-command.replied :])
         return self._opened(command, session)
+
+    def _base(self, command: Open) -> Left | None:
+        """Return the rows that a session starts from, if any."""
+        blocks = self._identity.blocks
+        if blocks is None or self._keeper is None or command.base is not None or not command.kept:
+            return self.kept.base(command, self._open_base(command.base))
+        cache, _ = blocks.restore(command)
+        return self._keeper.restored(list(command.prompt[: command.kept]), cache)
+
+    def _store(self, held: _Held[SessionT]) -> None:
+        """Store the blocks of a session's rows that are not stored yet, if they are to be."""
+        if held.chain is not None and self._keeper is not None:
+            left = self._keeper.left(held.session)
+            held.chain.extend(left.log, left.cache, left.whole)
 
     def _open_base(self, number: int | None) -> Left | None:
         """Return the log and rows of an open session."""
@@ -254,10 +303,13 @@ class DraftWorker(Generic[SessionT]):
         if not left:
             raise RequestError("prefix", f"session {item.session}: all {done} rows have been read")
         self.engine.read(held.session, item.rows)
+        self._store(held)
         return self._opened(item, held.session)
 
     def _close(self, number: int, *, keep: bool) -> None:
         held = self._held.pop(number, None)
+        if held is not None:
+            self._store(held)
         if not keep:
             self.kept.drop(number)
         elif held and self._keeper and self.kept.takes(len(held.session.log)):
@@ -272,6 +324,7 @@ class DraftWorker(Generic[SessionT]):
         except BaseException:  # some rows may have been computed
             del self._held[command.session]
             raise
+        self._store(held)
         return Fed(
             epoch=self._epoch,
             session=command.session,
@@ -338,16 +391,24 @@ class DraftWorker(Generic[SessionT]):
 
     def _order(self, command: Draft, start_ns: int) -> Order[SessionT]:
         """Return the order for the engine, after taking the features that came with it."""
-        session, deadline_ms = self._held[command.session].session, command.deadline_ms
+        held, deadline_ms = self._held[command.session], command.deadline_ms
+        session, accepted = held.session, command.accepted
+        bonus, more = command.bonus, tuple(command.more)
+        if held.constrained is not None:
+            committed = [*(held.proposed.tokens[node] for node in accepted), bonus, *more]
+            held.constrained.extend(committed)
+            accepted = tuple(one for node in accepted if (one := held.origins[node]) >= 0)
+            bonus, *rest = committed[len(accepted) :]
+            more = tuple(rest)
         if command.features is not None:
             self.engine.take_features(session, command.features)
         return Order(
             session,
-            command.accepted,
-            command.bonus,
+            accepted,
+            bonus,
             Shape(command.max_nodes, command.max_depth, command.max_width),
             None if deadline_ms is None else start_ns + int(deadline_ms * 1e6),
-            command.more,
+            more,
             Price(command.rate, command.floor),
             command.ahead,
             in_texts(command.recalled),
@@ -374,6 +435,8 @@ class DraftWorker(Generic[SessionT]):
 
     def _drafted(self, command: Draft, proposal: Proposal, start_ns: int) -> Drafted:
         held, self._to_learn = self._held[command.session], True
+        if held.constrained is not None:
+            proposal, held.origins = held.constrained.completed(proposal, command.max_nodes)
         held.round, held.proposed = command.round, proposal.tree
         self.spans.add("draft", start_ns, self._clock())
         return Drafted(

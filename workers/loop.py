@@ -168,7 +168,11 @@ class _Loop:
         is lost or no longer has this worker registered."""
         try:
             with heard(self._beat):
-                while not isinstance(command := self._next(), Drain):
+                while True:
+                    for event in self._worker.news():
+                        self._send(event)
+                    if isinstance(command := self._next(), Drain):
+                        break
                     if isinstance(command, Failed):
                         self._turned_away(command)
                     for event in self._do(command):

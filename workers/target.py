@@ -38,11 +38,13 @@ from dovetail.protocol.messages import (
     Verified,
     Verify,
     VerifyItem,
+    grammar_engine,
 )
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.spans import Span, Spans
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.serving.failures import as_request_error, failed
+from dovetail.workers.sessions.blocks import BlockStore
 from dovetail.workers.sessions.opener import FEW_SESSIONS, MAX_SESSIONS, ReadingStep
 from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread, Verdict
@@ -73,6 +75,7 @@ class Identity:
     placement: str = ""  # description of how the model is spread over devices
     reader: str = ""  # the prefill device, in addition to those that compute the model
     reads_from: int = 1  # the fewest rows of a prompt for which it is used
+    blocks: BlockStore | None = None  # blocks of cached prompts; None: none are stored
 
 
 class TargetWorker:
@@ -82,7 +85,11 @@ class TargetWorker:
         self.stale = 0
         self.model, self.spans, self._identity = model, Spans(), identity
         self.verifier = Verifier(
-            model, self.spans, kept_tokens=identity.kept_tokens, reads_from=identity.reads_from
+            model,
+            self.spans,
+            kept_tokens=identity.kept_tokens,
+            reads_from=identity.reads_from,
+            blocks=identity.blocks,
         )
         self._epoch = 0
 
@@ -123,8 +130,14 @@ class TargetWorker:
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
             experts=identity.experts,
+            grammars=grammar_engine(),
             placement=identity.placement,
+            blocks=b"" if identity.blocks is None else identity.blocks.begin(epoch),
         )
+
+    def news(self) -> Iterable[Event]:
+        blocks = self._identity.blocks
+        return () if blocks is None else blocks.news()
 
     def handle(self, command: Command) -> Iterable[Event]:
         match command:
@@ -147,7 +160,8 @@ class TargetWorker:
         worked = self.verifier.prepare_noise()
         if worked:
             self.spans.add_beside("prepare", began_ns, time.monotonic_ns())
-        return worked
+        blocks = self._identity.blocks
+        return worked or (not self.sessions and blocks is not None and blocks.idle())
 
     def suspend(self) -> KeptSessions[Any]:
         return self.verifier.suspend()
@@ -213,6 +227,7 @@ class TargetWorker:
                     **told,
                     placement=self._identity.placement or self._identity.device,
                     read_by=self._identity.reader if step.apart else "",
+                    restored=step.restored,
                     bonus=step.token,
                     margin=step.margin,
                     logprobs=step.logprobs,

@@ -7,13 +7,14 @@ command."""
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.errors import RequestError, SettingsError
+from dovetail.protocol.grammar import GrammarVocabulary
 from dovetail.protocol.messages import (
     MAX_SESSIONS,
     Command,
@@ -115,6 +116,9 @@ class InTurn:
         assert hello.limits is not None
         limits = hello.limits.model_copy(update={"shares": False})
         return hello.model_copy(update={"limits": limits})
+
+    def news(self) -> Iterable[Event]:
+        return self._worker.news()
 
     def handle(self, command: Command) -> Iterator[Event]:
         events: Iterator[Event] | None = None
@@ -258,7 +262,8 @@ def _load_both(
 def _in_turn(
     verifying: TargetWorker, engine: Engine[Any], identity: Identity, spans: Spans
 ) -> tuple[Worker, Worker]:
-    turns = Turns()
+    turns, own = Turns(), verifying.model.checkpoint
+    engine.vocabulary = lambda: GrammarVocabulary.of(own.tokenizer, own.vocabulary)
     return InTurn(verifying, turns), InTurn(_Draft(engine, identity, spans), turns)
 
 

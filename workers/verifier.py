@@ -37,6 +37,7 @@ from dovetail.workers.kernels import ranking
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.failures import as_request_error
+from dovetail.workers.sessions.blocks import BlockStore
 from dovetail.workers.sessions.choosing import Asked, Outcome, outcomes_of
 from dovetail.workers.sessions.features import features_of, places_of, with_features
 from dovetail.workers.sessions.opener import Opener, ReadingStep
@@ -77,9 +78,17 @@ class Verifier(Opener):
     changed."""
 
     def __init__(
-        self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
+        self,
+        model: LanguageModel,
+        spans: Spans,
+        *,
+        kept_tokens: int = 0,
+        reads_from: int = 1,
+        blocks: BlockStore | None = None,
     ) -> None:
-        super().__init__(model, spans, kept_tokens=kept_tokens, reads_from=reads_from)
+        super().__init__(
+            model, spans, kept_tokens=kept_tokens, reads_from=reads_from, blocks=blocks
+        )
         self._counts, self._experts = model.routing is not None, 0
 
     def check(self, item: VerifyItem, drawn: ProposalProbabilities | None = None) -> None:
@@ -180,7 +189,8 @@ class Verifier(Opener):
 
     def close(self, number: int, *, keep: bool = False) -> None:
         """Close a session, if it is open. `keep`: keep its log and rows."""
-        session = self._sessions.pop(number, None)
+        if (session := self._sessions.pop(number, None)) is not None:
+            session.store_rows()
         self._begun.pop(number, None)
         if not keep:
             self.kept.drop(number)

@@ -205,9 +205,10 @@ template_option = rare(
 )
 
 
-def spoken(turns: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the role and the text of each turn, user first."""
-    return zip(cycle(("user", "assistant")), turns, strict=False)
+def spoken(turns: Sequence[str]) -> list[dict[str, str]]:
+    """Return turns as messages, user first."""
+    roles = cycle(("user", "assistant"))
+    return [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
 
 
 class Templated:
@@ -225,7 +226,7 @@ class Templated:
         """Return the arguments of `Client.submit` for these turns, user first; `UserError` if the
         template fails on them."""
         try:
-            tokens = self._codec.encode_messages([*spoken(turns)], values=self._values)
+            tokens = self._codec.encode_messages(spoken(turns), values=self._values)
         except RequestError as error:
             raise UserError(str(error)) from None
         return {"tokens": tokens, "vocabulary": self._digest}

@@ -176,8 +176,7 @@ class WebAnswerer:
     def _body(self, turns: Sequence[str], manner: Manner) -> dict[str, Any]:
         body: dict[str, Any] = {"prompt": "\n".join(turns)}
         if not self.plain:
-            said = [{"role": role, "content": turn} for role, turn in spoken(turns)]
-            body = {"messages": said}
+            body = {"messages": spoken(turns)}
         body |= {
             name: value
             for name, value in manner.sampling.model_dump(mode="json").items()

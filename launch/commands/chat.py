@@ -65,7 +65,7 @@ WAKE_S = 0.5
 @json_option("Without a terminal: print the result of each reply as a JSON line on stdout.")
 @template_option
 @settings_flags(
-    *("target", "draft", "tree", "sampling", "memory", "coordinator", "http"), named=True
+    *("target", "draft", "tree", "sampling", "memory", "cache", "coordinator", "http"), named=True
 )
 def command(
     configuration: Configuration,

@@ -17,7 +17,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import refusal
 
 GRAFANA = Path(__file__).parent.parent / "files" / "grafana.json"
-SERVED = ("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
+SERVED = ("target", "draft", "tree", "sampling", "memory", "cache", "coordinator", "http")
 """The sections of `serve`."""
 
 
@@ -50,11 +50,11 @@ def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
 def foreign() -> None:
     """List options, commands and request fields of llama-server, vLLM and ollama, and ours."""
     from dovetail.launch.console.migration import names
-    from dovetail.runtime.http.fields import INSTEAD
+    from dovetail.runtime.http.fields import INSTEAD, RENAMED
 
     for option in names().options:
         click.echo(f"{', '.join(option.names)} ({option.whose}): {option.here}")
-    for theirs, here in (*names().commands.items(), *INSTEAD.items()):
+    for theirs, here in (*names().commands.items(), *RENAMED.items(), *INSTEAD.items()):
         click.echo(f"{theirs}: {here}")
 
 

@@ -41,12 +41,13 @@ from dovetail.protocol.errors import (
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count, template_values
 from dovetail.runtime.http.app import open_app
-from dovetail.runtime.http.dashboard import Shown
+from dovetail.runtime.http.asked import Aliases
 from dovetail.runtime.http.gateway import MOST_RETRY_S, Gateway
-from dovetail.runtime.http.listening import listen
 from dovetail.runtime.http.orders import Defaults
-from dovetail.runtime.http.server import Connections, serve
+from dovetail.runtime.http.pages.watch import Shown
 from dovetail.runtime.http.service import Service, Terms
+from dovetail.runtime.http.serving.listening import listen
+from dovetail.runtime.http.serving.server import Connections, serve
 from dovetail.runtime.text.tokenizer import OWN_VALUES, TextCodec
 
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
@@ -128,7 +129,9 @@ def command(
                 again, link, settings.coordinator.answer_s, partial(_codec_in, model_folder)
             )
             service = Service(gateway, _terms(settings, keys), connections)
-            connecting = asyncio.create_task(gateway.run())
+            tasks = [asyncio.create_task(gateway.run())]
+            if service.watch is not None:
+                tasks.append(asyncio.create_task(service.watch.keep()))
             try:
                 if why := await gateway.first():
                     raise LinkClosed(why)
@@ -136,8 +139,9 @@ def command(
                 app, end = open_app(service), service.end
                 await serve(app, listener, connections, hurry=end, ready=ready, progress=progress)
             finally:
-                connecting.cancel()
-                await asyncio.wait([connecting])
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run())
@@ -156,6 +160,13 @@ def _template_values(settings: HttpSettings) -> Mapping[str, Any]:
     return values
 
 
+def _aliases(text: str) -> Aliases:
+    try:
+        return Aliases.read(text)
+    except ValueError as error:
+        raise SettingsError(f"http.aliases = {text!r}: {error}") from None
+
+
 def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
     return Terms(
         defaults=Defaults(
@@ -165,17 +176,22 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
             ahead_of(settings.draft),
             _template_values(settings.http),
             settings.http.fit,
+            settings.http.special_tokens,
+            settings.http.reasoning,
+            settings.http.tools,
         ),
         model=settings.http.model,
         names={f"/{'/'.join(TARGET_FOLDER.parts[-3:])}": "demo"},  # the same model in any folder
         called=call_model,
         version=installed_version(),
         keys=keys,
+        aliases=_aliases(settings.http.aliases),
         deadline_s=settings.http.deadline_s,
         most_body_bytes=byte_count(settings.http.body),
         only_local_names=not keys,
         cors=settings.http.cors,
         dashboard=shown(settings.http, keyed=bool(keys)),
+        page=settings.http.page,
     )
 
 

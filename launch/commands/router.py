@@ -24,9 +24,9 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.settings.http_keys import KeyFile
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import HttpSettings, byte_count
-from dovetail.runtime.http.guard import Guard, shared
-from dovetail.runtime.http.listening import listen
-from dovetail.runtime.http.server import Connections, serve
+from dovetail.runtime.http.serving.guard import Guard, shared
+from dovetail.runtime.http.serving.listening import listen
+from dovetail.runtime.http.serving.server import Connections, serve
 from dovetail.runtime.router.app import Fleet, Front, Router
 from dovetail.runtime.router.loading import Pool
 from dovetail.runtime.router.models import ModelRouter

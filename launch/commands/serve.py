@@ -40,7 +40,7 @@ from dovetail.launch.settings.http_keys import read_keys
 from dovetail.launch.settings.models import blocks_in_words
 from dovetail.launch.settings.several import Several
 from dovetail.protocol.errors import UserError
-from dovetail.runtime.http.listening import listen
+from dovetail.runtime.http.serving.listening import listen
 
 log = logging.getLogger("dovetail.serve")
 
@@ -56,7 +56,7 @@ ANYWHERE = ("0.0.0.0", "[::]")  # hosts that mean all addresses of a machine
     help="Where the processes run: on this machine, or on the nodes of a Ray cluster (--ray.*).",
 )
 @settings_flags(
-    *("target", "draft", "tree", "sampling", "memory", "coordinator", "http", "ray"),
+    *("target", "draft", "tree", "sampling", "memory", "cache", "coordinator", "http", "ray"),
     shown=SERVING,
     several=True,
 )
@@ -204,8 +204,8 @@ def _introduce(service: Any, configuration: Configuration, *, as_json: bool) -> 
         f"  try it:  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' "
         f"-d '{json.dumps(hello)}'"
     )
-    page = f", or {url} in a browser" if configuration.settings.http.dashboard != "off" else ""
-    note(
-        f"  chat:    dovetail chat        monitor: dovetail top{page}        stop: Ctrl-C, or kill "
-        f"{os.getpid()}"
-    )
+    http = configuration.settings.http
+    chat_page = f"{url}, or " if http.page == "chat" and not no_chats else ""
+    dashboard = f"{url}/dashboard, or " if http.dashboard != "off" else ""
+    note(f"  chat:    {chat_page}dovetail chat")
+    note(f"  monitor: {dashboard}dovetail top        stop: Ctrl-C, or kill {os.getpid()}")

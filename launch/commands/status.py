@@ -71,6 +71,10 @@ def _show(state: Reported) -> None:
         for worker in state.workers:
             if told := getattr(worker, name) or ("not reported" if name == "binding" else ""):
                 click.echo(f"{name} of {worker.name}: {told}")
+    for worker in state.workers:
+        if "draft" in worker.roles and not worker.grammars:
+            what = "constrained replies are correct, but fewer of its tokens are accepted"
+            click.echo(f"note        {worker.name} does not mask tokens: {what}")
     _show_pairs(state.pairs)
     if state.decisions:
         click.echo("last decisions")

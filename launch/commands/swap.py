@@ -86,6 +86,7 @@ LOCAL = (*PLACED, "target.isa", "draft.isa", "memory.", STUCK)
     "target",
     "draft",
     "memory",
+    "cache",
     "coordinator.keys",
     "coordinator.answer_s",
     "coordinator.stuck_s",

@@ -1,6 +1,6 @@
-"""`dovetail train`: draft heads (eagle, eagle3, dovetail, jakiro; a head's folder has a card and
-pictures), a small model on text, or a draft distilled from a target. `workers/training` does the
-training, and is imported late."""
+"""`dovetail train`: draft heads (the folder of a head has a card and pictures), a small model on
+text, or a draft distilled from a target. `workers/training` does the training, and is imported
+late."""
 
 import os
 from collections import Counter
@@ -97,24 +97,9 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         "--length", type=click.IntRange(min=8), help="Tokens per row; whole sequences share a row."
     ),
     rare(
-        "--ttt-steps",
-        type=click.IntRange(1, 16),
-        help="Steps of the training-time test: how often a row continues from its own output.",
-    ),
-    rare(
         "--ce-weight",
         type=Number(min=0),
         help="Weight of the soft cross entropy (EAGLE 0.1, EAGLE-3 1).",
-    ),
-    rare(
-        "--feature-weight",
-        type=Number(min=0),
-        help="Weight of the SmoothL1 loss of the features (EAGLE 1, EAGLE-3 0).",
-    ),
-    rare(
-        "--noise",
-        type=Number(min=0),
-        help="Width of the uniform noise on the features, for rows of 512 tokens (EAGLE 0.2).",
     ),
     rare("--warm-up", type=COUNT, help="Steps over which the rate rises."),
     rare(
@@ -149,6 +134,24 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
     ),
     rare("--threads", type=COUNT, help="CPU threads.  [default: torch's]"),
 )
+IN_STEPS: tuple[Callable[[Any], Any], ...] = (
+    rare(
+        "--ttt-steps",
+        type=click.IntRange(1, 16),
+        help="Steps of the training-time test: how often a row continues from its own output.",
+    ),
+    rare(
+        "--feature-weight",
+        type=Number(min=0),
+        help="Weight of the SmoothL1 loss of the features (EAGLE 1, EAGLE-3 0).",
+    ),
+    rare(
+        "--noise",
+        type=Number(min=0),
+        help="Width of the uniform noise on the features, for rows of 512 tokens (EAGLE 0.2).",
+    ),
+)
+"""Options of kinds that draft level by level."""
 
 
 def head_commands() -> list[click.Command]:
@@ -181,7 +184,8 @@ def _command(kind: str, entry: TrainedKind) -> click.Command:
             tell(told, line, as_json=as_json)
 
     decorated: Callable[..., Any] = run
-    for add in reversed((*COMMON, *map(_own, entry.options), json_option())):
+    steps = IN_STEPS if entry.in_steps else ()
+    for add in reversed((*COMMON, *steps, *map(_own, entry.options), json_option())):
         decorated = add(decorated)
     return click.command(
         cls=HelpCommand,

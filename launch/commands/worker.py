@@ -81,6 +81,7 @@ RECONNECT_S = 300.0
     "target",
     "draft",
     "memory",
+    "cache",
     "coordinator.keys",
     "coordinator.answer_s",
     "coordinator.stuck_s",

@@ -2,7 +2,7 @@
 and missing steps. Reads config.json and the names of a head's tensors."""
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -34,7 +34,8 @@ from dovetail.launch.planning.planner import Draft, Tree
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.models import with_draft
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings
+from dovetail.protocol.settings import BLOCK_KINDS, DRAFT_KINDS, HEAD_KINDS, DraftSettings
+from dovetail.workers.heads.block.peagle import LEVELS
 from dovetail.workers.heads.registry import kind_of_architecture, setting_of
 from dovetail.workers.models.checkpoints.gguf.view import spelled, weight_paths
 
@@ -66,6 +67,7 @@ class Candidate:
     blocks: int | None = None  # blocks of a head
     lacks: str = ""  # the steps to take before it can be started; empty: none
     trees: Sequence[Tree] = field(default=())
+    block: int = 0  # rows of the only pass of a round; 0: levels have passes of their own
 
     def draft(
         self, level_s: Callable[[int, int], float], proposal_s: float, *, on_device: bool
@@ -73,9 +75,12 @@ class Candidate:
         size = self.size.bytes
         return Draft(
             *(self.name, level_s, lambda _: size if on_device else 0, 0 if on_device else size),
-            *(self.acceptance.tokens, self.trees, self.acceptance.passes, proposal_s),
+            *(self.acceptance.tokens, self.trees, self._passes, proposal_s),
             candidate=self,
         )
+
+    def _passes(self, tree: Tree, ahead: float) -> Iterable[tuple[int, float]]:
+        return [(self.block, 1.0)] if self.block else self.acceptance.passes(tree, ahead)
 
     def shared(self, level_s: Callable[[int, int], float], proposal_s: float) -> Draft:
         """A substitute in the process of its target, which shares its resident layers, embedding,
@@ -217,7 +222,13 @@ class Reader:
         blocks = own.layers
         name = f"{kind} head {folder.name} of {counted(blocks, 'block')}"
         size = self._head_size(own, blocks)
-        return self._candidate(kind, name, size, settings, blocks, source=source, folder=folder)
+        found = self._candidate(kind, name, size, settings, blocks, source=source, folder=folder)
+        if kind not in BLOCK_KINDS:
+            return found
+        inner = config.get("dflash_config") or {}
+        block = config.get("block_size") or inner.get("block_size") or LEVELS
+        trees = [tree for tree in found.trees if tree.depth <= block]
+        return replace(found, block=block, trees=trees)
 
     def _candidate(
         self,

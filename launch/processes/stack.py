@@ -41,8 +41,8 @@ LOADING_POLL_S = 0.02  # seconds between two polls of parts that are not ready y
 Played = Literal["target", "draft", "unified"]
 ROLES: tuple[Played, ...] = ("target", "draft")
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "target": ("target", "memory"),
-    "draft": ("draft",),
+    "target": ("target", "memory", "cache"),
+    "draft": ("draft", "cache"),
     "unified": ("target", "memory", "draft"),
 }
 """The sections of settings that a worker has."""

@@ -307,7 +307,13 @@ def _opener(
         memory = configuration.settings.memory
         shards = [Shard(cores, node) for cores, node in place.shards_at_nodes]
         return lambda name, threads: open_target_worker(
-            target, name=name, threads=threads, profile=profile, memory=memory, shards=shards
+            target,
+            name=name,
+            threads=threads,
+            profile=profile,
+            memory=memory,
+            shards=shards,
+            prompts=configuration.settings.cache,
         )
     draft = configuration.settings.draft
     if draft.kind == "none":
@@ -327,6 +333,7 @@ def _opener(
                 cache=substitutes_path(),
                 tell=tell,
                 vram=configuration.settings.memory.vram_bytes,
+                prompts=configuration.settings.cache,
             )
 
     return opened
@@ -339,7 +346,7 @@ def model_of(configuration: Configuration, role: Role) -> str:
     return with_target(settings.target).model
 
 
-SECTIONS = ("target", "draft", "memory")
+SECTIONS = ("target", "draft", "memory", "cache")
 MODELS = ("target.model", "draft.model")
 STUCK = "coordinator.stuck_s"
 PLACE = ("--cores=", "--memory-nodes=")

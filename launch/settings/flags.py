@@ -21,6 +21,7 @@ GROUPS = {
     "target": "Models",
     "draft": "Models",
     "memory": "Models",
+    "cache": "Models",
     "tree": "Decoding",
     "sampling": "Decoding",
     "coordinator": "Serving",

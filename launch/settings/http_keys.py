@@ -12,7 +12,7 @@ from typing import overload
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.files import read_text, unread
 from dovetail.protocol.settings import HttpSettings
-from dovetail.runtime.http.guard import is_loopback
+from dovetail.runtime.http.serving.guard import is_loopback
 
 SHORTEST_KEY = 16
 LOOK_EVERY_S = 1.0

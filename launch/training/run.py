@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dovetail.workers.training.data.examples import Examples
     from dovetail.workers.training.data.features import Features
     from dovetail.workers.training.data.states import Origin
-    from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
+    from dovetail.workers.training.heads.trainable import HeadShape, TrainableDraft
     from dovetail.workers.training.plan import Plan
     from dovetail.workers.training.process_group import ProcessGroup
     from dovetail.workers.training.regenerate import Outcome
@@ -128,7 +128,7 @@ def _train(wish: TrainingOptions, place: "Workplace", peers: "ProcessGroup") -> 
     config = config_of(shape, trained_for=target.digest, taps=features.origin.taps)
     about |= {"taps": features.origin.taps, "begin": begun.digest if begun else wish.begin}
 
-    def prepare(head: "TrainableHead") -> None:
+    def prepare(head: "TrainableDraft") -> None:
         if begun is not None:
             read_weights(head, begun)
             check_begun(begun, config, target)
@@ -231,7 +231,13 @@ def _shape(wish: TrainingOptions, features: "Features", target: "TargetParts") -
     own, origin = wish.chosen(recipe=False), features.origin
     vocabulary = origin.vocabulary_size
     kind = recipe_of(wish.kind)
-    own["draft_vocabulary"] = draft_vocabulary(wish.draft_vocabulary, vocabulary)
+    if not kind.layer_of_target:
+        own["draft_vocabulary"] = draft_vocabulary(wish.draft_vocabulary, vocabulary)
+    elif wish.draft_vocabulary is not None or wish.intermediate is not None:
+        raise UserError(
+            f"{TRAINED[wish.kind].what.split(':')[0]} has MLP and vocabulary of its target: leave "
+            "out --intermediate and --draft-vocabulary (--draft.head_rows reduces its output head)"
+        )
     choices = kind.choices(own, taps=origin.taps)
     sizes: dict[str, Any] = {"context": origin.context, "intermediate": wish.intermediate}
     return shape_for(wish.kind, target, **sizes, **choices)
@@ -352,6 +358,8 @@ def _shape_in_words(trained: "Trained") -> str:
 
 def _losses(trained: "Trained") -> str:
     recipe, shape = trained.plan.recipe, trained.head.shape
+    if not TRAINED[shape.kind].in_steps:
+        return f"soft cross entropy, each level {recipe.decay:g} of the one before"
     parts = [
         f"{recipe.feature:g} SmoothL1 of the features",
         f"{recipe.cross_entropy:g} soft cross entropy",

@@ -46,6 +46,7 @@ Event = (
     | Drafted
     | Verified
     | Closed
+    | Blocks
     | Probed
     | Failed
 )
@@ -58,6 +59,7 @@ Reply = (
     Welcome
     | Emitted
     | PromptScored
+    | PromptRead
     | Recorded
     | Finished
     | Recalled

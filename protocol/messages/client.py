@@ -8,9 +8,11 @@ from dovetail.protocol.arrays import Array
 from dovetail.protocol.messages.parts import (
     MAX_MEMO,
     MAX_MOVES,
+    MAX_RELAXED,
     MAX_STOPS,
     MAX_TOKENS,
     MAX_TURNS,
+    Constraint,
     Count,
     Ends,
     FinishReason,
@@ -81,6 +83,8 @@ class Submit(Message):
     only for requests of the same owner."""
     end: Ends | None = None
     """Ids that end the reply; None: the target's."""
+    constraint: Constraint | None = None
+    """The grammar that the reply follows; None: none. It needs a target with end tokens."""
     vocabulary: Name = ""
     """Digest of the vocabulary of `tokens`; the request fails if the target's differs. Empty: not
     checked."""
@@ -95,6 +99,8 @@ class Submit(Message):
     """True: the result includes the spans of all processes."""
     record: bool = False
     """True: every round is sent as a Recorded."""
+    progress: bool = False
+    """True: while the prompt is prefilled, its progress is sent as PromptRead."""
     ahead: bool | None = None
     """True if the draft keeps growing the tree while the target verifies; None: if the two share no
     device, or if measurements show that it pays."""
@@ -240,6 +246,19 @@ class PromptScored(Message):
     logprobs: ScoredTokens
 
 
+class PromptRead(Message):
+    """The progress of a prompt, if requested: the target has prefilled a part of it. Sent at most
+    twice a second, before the first Emitted."""
+
+    type: Literal["prompt_read"] = "prompt_read"
+    request: Count
+    total: Count
+    """Tokens of the prompt; `done`: those in the target's cache, `cached` among them from earlier
+    requests."""
+    cached: Count
+    done: Count
+
+
 class Progressed(Message):
     """The progress of a Swap or Dismiss, as a sentence."""
 
@@ -283,6 +302,8 @@ class Described(Message):
     """The bytes of tokenizer.json."""
     table: Array | None = None
     """The vocabulary as a packed `TokenTable`."""
+    grammars: Name = ""
+    """As in Hello."""
 
 
 class Recorded(Message):
@@ -303,6 +324,18 @@ class DraftFailure(Frozen):
     """The round in which it failed; 0: before the first."""
     after_s: Annotated[float, Field(ge=0.0)]
     """Seconds since the request arrived."""
+
+
+class Followed(Frozen):
+    """How a reply followed its grammar."""
+
+    kind: Name
+    engine: Name
+    relaxed: Annotated[tuple[Name, ...], Field(max_length=MAX_RELAXED, fail_fast=True)] = ()
+    """As in the request."""
+    complete: bool
+    """True if the reply ended where the grammar allows it; False if it was cut off, such as by
+    its maximum length."""
 
 
 class Result(Frozen):
@@ -349,7 +382,9 @@ class Result(Frozen):
     """The rate that the cost model predicted for these rounds before each began; None if it knew
     too little."""
     reused_tokens: Count = 0
-    """Prompt tokens whose cache was reused from an earlier session."""
+    """Prompt tokens whose cached rows were reused."""
+    reused_from: Literal["", "session", "memory", "disk"] = ""
+    """Where these rows came from: an earlier session or stored blocks in memory or on disk."""
     moves: Count = 0
     """How often the session moved to another target."""
     fingerprints: Annotated[tuple[Name, ...], Field(max_length=MAX_MOVES, fail_fast=True)] = ()
@@ -363,6 +398,8 @@ class Result(Frozen):
     weights were streamed."""
     draft_failure: DraftFailure | None = None
     """None: the draft never failed."""
+    constraint: Followed | None = None
+    """None: the reply had no grammar."""
 
 
 class Finished(Message):

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from dovetail.protocol.settings import Frozen
 
-VERSION = (1, 35)
+VERSION = (1, 38)
 MAX_STRIKES = 8
 """Messages that break the protocol before their sender is ignored; for workers and coordinators
 alike."""
@@ -41,6 +41,8 @@ MAX_WIDTH = 1 << 16
 MAX_ROW = 1 << 17
 """The most numbers per row of features; 256 rows of a prompt, or a path of 128 nodes, then fit into
 an array."""
+MAX_GRAMMAR = 1 << 20  # characters of a grammar
+MAX_RELAXED = 64
 MAX_TOP = 20
 """The most alternatives of a token that a client may request."""
 MAX_SCORED = 4096
@@ -93,6 +95,19 @@ class TokenLogprobs(Frozen):
 
 Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
 ScoredTokens = Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_SCORED, fail_fast=True)]
+
+
+class Constraint(Frozen):
+    """A grammar that a reply follows (`protocol/grammar.py`)."""
+
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
+    engine: Name
+    """The library that defines what the grammar allows, with its version: only targets with the
+    same `Hello.grammars` serve the request."""
+    kind: Name = ""
+    """What the client requested, such as json_schema."""
+    relaxed: Annotated[tuple[Name, ...], Field(max_length=MAX_RELAXED, fail_fast=True)] = ()
+    """What the client requested and the grammar does not enforce."""
 
 
 class Message(Frozen):

@@ -1,5 +1,6 @@
 """The messages with which a worker or a client registers, and a worker's description of itself."""
 
+from importlib.metadata import version
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -27,7 +28,13 @@ from dovetail.protocol.messages.parts import (
     Token,
     Version,
 )
+from dovetail.protocol.prefixes import NAME_BYTES
 from dovetail.protocol.settings import Frozen
+
+
+def grammar_engine() -> str:
+    """Return the library of `protocol/grammar.py` with its version, without importing it."""
+    return f"llguidance {version('llguidance')}"
 
 
 class Fingerprint(Frozen):
@@ -68,6 +75,8 @@ class Limits(Frozen):
     together: Annotated[int, Field(ge=1, le=MAX_SESSIONS)] = 1
     """The most sessions that a draft serves in shared passes, ordered by Drafts; 1: it takes one
     order at a time."""
+    levels: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
+    """The levels of a tree that a pass of a draft predicts."""
     room: Count | None = None
     """Tokens of all sessions, kept ones included, that fit into the worker's cache. None:
     unknown."""
@@ -171,6 +180,9 @@ class Hello(Message):
     """The hidden states that a draft may read from this target; None for a draft."""
     reads: Reads | None = None
     """The features that this draft reads from its target; None if it reads none."""
+    grammars: Name = ""
+    """The library by which it masks tokens, with its version; empty: it does not. A target without
+    it is not sent constrained requests; such a draft proposes unmasked tokens."""
     looks_up: bool = False
     """True if this draft proposes only what `protocol/lookup.py` finds in the log: without a match
     it need not be asked."""
@@ -196,6 +208,9 @@ class Hello(Message):
     load_s: Annotated[float, Field(ge=0.0)] = 0.0
     """Seconds from the start of the worker's process until its model was loaded; 0: not
     measured."""
+    blocks: Annotated[bytes, Field(max_length=NAME_BYTES)] = b""
+    """The hash of what its rows depend on besides tokens, from which the names of its stored blocks
+    begin; empty: it stores none."""
     served: Count | None = None
     """The epoch of the coordinator whose sessions are `held`; None: it holds none."""
     held: Annotated[tuple[HeldSession, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()
@@ -293,5 +308,6 @@ class Failed(Message):
         "internal",
         "protocol",
         "swap",
+        "constraint",
     ]
     text: Annotated[str, Field(max_length=4096)]

@@ -144,6 +144,8 @@ class WorkerState(Frozen):
     """Recent number of sessions sharing a pass of the target."""
     ends: Annotated[tuple[Label, ...], Field(max_length=MAX_ENDS, fail_fast=True)] = ()
     """The spellings of the tokens that end a target's reply."""
+    grammars: Name = ""
+    """The library by which it masks the tokens of constrained replies; empty: it does not."""
 
 
 class PairState(Frozen):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.experts import Experts
@@ -12,6 +12,7 @@ from dovetail.protocol.messages.parts import (
     MAX_TOKENS,
     AboutSession,
     BesideFields,
+    Constraint,
     Count,
     Ends,
     Floats,
@@ -29,9 +30,11 @@ from dovetail.protocol.messages.parts import (
     Top,
 )
 from dovetail.protocol.messages.registration import Reads
+from dovetail.protocol.prefixes import NAME_BYTES
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings, plain
 from dovetail.protocol.tree import TokenTree
 
+MAX_NAMES = 1024  # most names in a message
 AHEAD = bytes(16)  # the key of a session that only prefills the log of one that will move here
 
 
@@ -85,6 +88,9 @@ class Open(AboutSession):
     end: Ends = ()
     """Ids that end the reply, which `Sampling.min_tokens` holds back."""
     sampling: Annotated[Sampling, AfterValidator(plain)]
+    constraint: Constraint | None = None
+    """The grammar of the reply: a target masks what it does not allow, after the processors that
+    look back and before temperature. A draft that does the same proposes more that is accepted."""
     tree: TreeSettings
     features: Reads | None = None
     """The features that the session's draft reads: the target must send them for every token that
@@ -96,9 +102,12 @@ class Open(AboutSession):
     """True if the base, open or kept, stays as it is and this session shares its first rows. Only
     for a worker with `shares` in its limits."""
     kept: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """The number of prompt tokens, fewer than all, whose rows come from the base. Features, if any,
-    start at this position. A draft's row that depends on features also depends on the next token,
-    so it comes from the base as well."""
+    """The number of prompt tokens, fewer than all, whose rows come from the base; without a base,
+    from stored blocks. Features, if any, start at this position. A draft's row that depends on
+    features also depends on the next token, so it comes from the base as well."""
+    scope: Annotated[bytes, Field(max_length=NAME_BYTES)] = b""
+    """Only sessions of the same scope may reuse blocks of this session's rows. Empty: none are
+    stored."""
     logprobs: Top | None = None
     """To the target: send TokenLogprobs with each committed token, with this many alternatives.
     None: do not."""
@@ -207,6 +216,9 @@ class Opened(AboutSession):
     placement: Name = ""
     """The devices of the target's layers, in words, as in its Hello; for a target on one device,
     that device."""
+    restored: Literal["", "memory", "disk"] = ""
+    """Where the rows of stored blocks came from: disk if any block was read from there; empty:
+    there were none."""
     read_by: Name = ""
     """The device that prefilled the prompt; empty: those that hold the model."""
 
@@ -296,6 +308,23 @@ class Close(Message):
 class Closed(Message):
     type: Literal["closed"] = "closed"
     session: Count
+
+
+class Blocks(Message):
+    """A worker has stored blocks of rows, or no longer has them. Not answered."""
+
+    type: Literal["blocks"] = "blocks"
+    names: Annotated[bytes, Field(max_length=MAX_NAMES * NAME_BYTES)]
+    """The names of the blocks (`prefixes.py`), 32 bytes each."""
+    stored: bool
+    """False: they are gone."""
+
+    @field_validator("names")
+    @classmethod
+    def _whole(cls, value: bytes) -> bytes:
+        if len(value) % NAME_BYTES:
+            raise ValueError(f"{len(value)} bytes are not names of {NAME_BYTES} bytes each")
+        return value
 
 
 class Probe(Message):

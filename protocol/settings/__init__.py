@@ -20,6 +20,7 @@ class Settings(Frozen):
     tree: TreeSettings = TreeSettings()
     sampling: SamplingSettings = SamplingSettings()
     memory: MemorySettings = MemorySettings()
+    cache: CacheSettings = CacheSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     http: HttpSettings = HttpSettings()
     ray: RaySettings = RaySettings()

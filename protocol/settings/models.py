@@ -30,7 +30,7 @@ class DraftTraits:
 
 DRAFT_KINDS: dict[str, DraftTraits] = {
     **dict.fromkeys(("auto", "small", *HEAD_KINDS), DraftTraits()),
-    **dict.fromkeys(BLOCK_KINDS, DraftTraits(trained=False)),
+    **dict.fromkeys(("dflash2", "peagle"), DraftTraits(trained=False)),
     "ngram": DraftTraits(own_model=False, draws=False, any_policy=False),
     **dict.fromkeys(("mtp", "substitute", "none"), DraftTraits(own_model=False)),
 }

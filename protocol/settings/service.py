@@ -1,9 +1,9 @@
 """Settings of memory, of the coordinator, and of the HTTP API."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dovetail.protocol.settings.values import Frozen, byte_count, template_values
 
@@ -54,6 +54,31 @@ class MemorySettings(Frozen):
         return None if self.ram == "auto" else byte_count(self.ram)
 
 
+class CacheSettings(Frozen):
+    """The blocks of cached prompts that each worker stores."""
+
+    memory: str = Field(
+        "auto",
+        description="memory of a worker for copies of the rows of prompts, such as 2GB, which "
+        "outlive their sessions; auto: a sixteenth of the free memory; 0: none",
+    )
+    disk: Size = Field(
+        "0",
+        description="disk space in the cache folder for the same, such as 20GB, which outlive "
+        "the worker; only its user may read them; 0: none",
+    )
+
+    @field_validator("memory")
+    @classmethod
+    def _amount(cls, value: str) -> str:
+        return value if value == "auto" else _size(value)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """None: auto."""
+        return None if self.memory == "auto" else byte_count(self.memory)
+
+
 class CoordinatorSettings(Frozen):
     """The process that owns the token logs."""
 
@@ -67,6 +92,11 @@ class CoordinatorSettings(Frozen):
         True,
         description="keep the caches of ended conversations, so that their next turns read "
         "only new tokens",
+    )
+    share_prefixes: Literal["key", "all"] = Field(
+        "key",
+        description="whose requests may reuse a cached prefix: key (those of the same API key) or "
+        "all, who can then find out by cached_tokens and timing what others have sent",
     )
     remember: bool = Field(
         True,
@@ -148,8 +178,15 @@ class HttpSettings(Frozen):
         "changes; required beyond loopback",
     )
     model: str = Field("", description="name under which the target is served; empty: its own")
+    aliases: str = Field(
+        "",
+        description="other names of models, such as gpt-4o=smollm2,claude-*; without =, of the "
+        "only one; *: any name",
+    )
     deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
-        600.0, description="a request that takes longer is ended"
+        600.0,
+        description="longest time of a reply from its first token on, and of a request that makes "
+        "no progress before it",
     )
     unload_s: Annotated[float, Field(ge=0.0, le=1e9)] = Field(
         300.0,
@@ -168,10 +205,13 @@ class HttpSettings(Frozen):
     connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         4096, description="most open connections; further ones are refused with 503"
     )
+    page: Literal["chat", "dashboard", "off"] = Field(
+        "chat", description="the page at /; the dashboard is also at /dashboard"
+    )
     dashboard: Literal["auto", "full", "anonymous", "off"] = Field(
         "auto",
-        description="the page at /: full shows the tokens of all requests, anonymous none of "
-        "them; auto: full without a key",
+        description="the page at /dashboard: full shows the tokens of all requests, anonymous none "
+        "of them; auto: full without a key",
     )
     cors: str = Field(
         "",
@@ -188,6 +228,28 @@ class HttpSettings(Frozen):
         description="JSON object: default values for the target's chat template, such as "
         "enable_thinking",
     )
+
+    special_tokens: bool = Field(
+        False,
+        description="control tokens in the messages of chats are control tokens of the prompt; "
+        "false: they are plain text",
+    )
+    reasoning: Literal["split", "inline"] = Field(
+        "split",
+        description="split: a model's thoughts are the reasoning_content of a reply; inline: they "
+        "are part of its text",
+    )
+    tools: Literal["constrained", "free"] = Field(
+        "constrained",
+        description="constrained: a grammar keeps tool calls to the schemas of their tools; free: "
+        "calls are read from what the model writes",
+    )
+
+    @model_validator(mode="after")
+    def _page_is_there(self) -> Self:
+        if self.page == "dashboard" and self.dashboard == "off":
+            raise ValueError("page is dashboard, and dashboard is off: set page to chat or off")
+        return self
 
     @field_validator("chat_template_kwargs")
     @classmethod

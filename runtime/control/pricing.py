@@ -163,8 +163,10 @@ class Pricing:
         """Return how many levels pay off in predictable text, at least one; one if unknown."""
         if not self._now.load.alone:
             return max(1, self._hope(context)[0])
-        level_s, alone_s = self._now.costs.draft.at(1), self.alone_s(context)
-        if not 0.0 < level_s < alone_s:
+        costs, alone_s = self._now.costs, self.alone_s(context)
+        if costs.levels > 1:  # a test makes one pass, whatever the depth
+            return costs.most_levels(self._depth)
+        if not 0.0 < (level_s := costs.draft.at(1)) < alone_s:
             return 1
         return max(1, min(self._depth, ceil(log(level_s / alone_s) / log(SURE))))
 
@@ -182,10 +184,11 @@ class Pricing:
             return 1, 0.0
         rows_s = costs.target.at(2 * target, context) - costs.target.at(target, context)
         price = (costs.level_s(draft) + rows_s) / alone_s
+        depth = costs.most_levels(self._depth)
         if price <= 0.0:
-            levels = self._depth
+            levels = depth
         else:
-            levels = min(self._depth, int(log(price) / log(SURE))) if price < 1.0 else 0
+            levels = min(depth, int(log(price) / log(SURE))) if price < 1.0 else 0
         gain = sum(SURE**level for level in range(1, levels + 1))
         return levels, gain - levels * price - costs.orders_s(draft) / alone_s
 

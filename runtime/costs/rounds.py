@@ -98,6 +98,7 @@ class PairCosts:
     target: RowCosts = field(default_factory=RowCosts)  # shared by all pairs of this target
     draft: RowCosts = field(default_factory=RowCosts)
     together: int = 1  # the most sessions in a pass of the draft
+    levels: int = 1  # the levels that a pass of the draft predicts
     reading: Lags = field(default_factory=Lags)
     """How much later than its target the draft finishes a prefill."""
     prompts: Lags = field(default_factory=Lags)
@@ -124,14 +125,26 @@ class PairCosts:
         host_s = self.beside_s(drafted=True) - self.beside_s(drafted=False)
         return self.order_s + max(0.0, host_s)
 
+    def most_levels(self, depth: int) -> int:
+        """Return how many of `depth` levels the draft can have: a draft with several levels in a
+        pass makes one pass a round."""
+        return min(depth, self.levels) if self.levels > 1 else depth
+
     def level_s(self, sessions: int) -> float:
-        """Return the seconds of a level of one node for each of this many sessions on the draft."""
+        """Return the seconds of a further level for this many sessions: of a pass, or 0 if the
+        first pass predicts it."""
+        return self.pass_s(sessions) if self.levels == 1 else 0.0
+
+    def pass_s(self, sessions: int) -> float:
+        """Return the seconds of passes over one node of each of this many sessions."""
         full, rest = divmod(sessions, self.together)
         return full * self.draft.at(self.together) + (self.draft.at(rest) if rest else 0.0)
 
     def orders_s(self, sessions: int) -> float:
-        """Return the seconds of commands and proposals of this many sessions."""
-        return ceil(sessions / self.together) * self.draft_hop_s.value
+        """Return the seconds of commands and proposals of this many sessions, and of the passes
+        that are made once a round."""
+        once_s = self.pass_s(sessions) - self.level_s(sessions)
+        return ceil(sessions / self.together) * self.draft_hop_s.value + once_s
 
     def slowness(self, pass_s: float, *, rows: int, context: float, experts: int = 0) -> float:
         """Return how much slower a pass, and so its round, was than similar ones; bounded."""

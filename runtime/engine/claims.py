@@ -204,6 +204,8 @@ class Claims:
             return True
         if entry.submit.vocabulary != target.facts.digest:
             return False
+        if not target.obeys(entry.submit.constraint):
+            return False
         return (
             not entry.tokens
             or fingerprint == entry.fingerprint
@@ -272,5 +274,6 @@ class Claims:
             return False
         log = entry.log
         rows = min(held.rows, len(log) // TOKEN_BYTES)
-        worker.shelf.hold(Kept(held.session, log, rows, max(rows, held.rows), entry.owner))
+        scope = entry.owner if self._settings.share_prefixes == "key" else ""
+        worker.shelf.hold(Kept(held.session, log, rows, max(rows, held.rows), scope))
         return True

@@ -57,6 +57,7 @@ class ClientRequests:
     ) -> None:
         """`report`: the answer to Status."""
         self._shared, self._most_bytes = shared, byte_count(shared.settings.memory)
+        self._sharing = shared.settings.share_prefixes if shared.settings.reuse else "off"
         self._hub, self._service, self._running = shared.hub, shared.service, shared.running
         self._registry, self._placement = shared.registry, shared.placement
         self._changes, self._observing = shared.changes, shared.observing
@@ -168,6 +169,7 @@ class ClientRequests:
             vocabulary=target.facts,
             tokenizer=target.hello.tokenizer,
             table=target.hello.table,
+            grammars=target.hello.grammars,
         )
 
     def _give_up(self, client: ClientPeer, number: int) -> None:
@@ -273,7 +275,8 @@ class ClientRequests:
                 client.reading_bytes -= size
                 self._starting.begin(client, submit, target, outcome, now_ns, entry)
 
-            self._acts.defer(partial(attempt, submit, target, self._starting.key(client)), begin)
+            key, sharing = self._starting.key(client), self._sharing
+            self._acts.defer(partial(attempt, submit, target, key, sharing), begin)
 
     def relieve(self, more: int = 0) -> int:
         """Drop finished replies from the journal until the rest and `more` bytes fit into the

@@ -2,17 +2,19 @@
 sessions and sockets."""
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Submit
+from dovetail.protocol.messages import Constraint, Submit
 from dovetail.protocol.noise import random_seed, session_key
+from dovetail.protocol.prefixes import digest_of
 from dovetail.protocol.settings import misfit
 from dovetail.runtime.engine.faults import one_line, reraise_exits
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.request import Request, begun, check_ids, check_least, too_long
 
 
-def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
+def read_request(submit: Submit, target: Worker, client: str = "", sharing: str = "off") -> Request:
     """Return a client's request in tokens. Raises `RequestError` if it exceeds the target's limits.
-    `client`: its key, empty over ipc."""
+    `client`: its key, empty over ipc; `sharing`: with whose requests it may share cached rows: key
+    (the same owner's), all or off."""
     if submit.vocabulary not in ("", target.facts.digest):
         has, asked = target.facts.digest[:16], submit.vocabulary[:16]
         text = (
@@ -39,9 +41,13 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
         vocabulary_size=target.facts.size,
         stop=submit.stop,
         record=submit.record,
+        progress=submit.progress,
         logprobs=submit.logprobs,
         scored=submit.scored,
-        owner=f"{client}/{submit.owner}",
+        owner=(owner := f"{client}/{submit.owner}"),
+        scope=(scope := "" if sharing == "all" else owner),
+        blocks=b"" if sharing == "off" else digest_of(scope),
+        constraint=submit.constraint,
     )
 
 
@@ -64,12 +70,30 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
         )
         raise RequestError("settings", text)
     check_least(sampling.min_tokens, submit.max_tokens)
+    if submit.constraint is not None:
+        _check_constraint(submit, submit.constraint, target)
 
 
-def attempt(submit: Submit, target: Worker, client: str = "") -> Request | RequestError:
+def _check_constraint(submit: Submit, constraint: Constraint, target: Worker) -> None:
+    if not target.obeys(constraint):
+        has = target.hello.grammars or "no library for grammars"
+        text = (
+            f"the grammar was compiled by {constraint.engine}, and the target {target.name} has "
+            f"{has}: install the same version on both machines"
+        )
+        raise RequestError("constraint", text)
+    end = target.facts.end
+    if ignored := set(end).difference(end if submit.end is None else submit.end):
+        text = f"a grammar ends with one of the model's end tokens, but {min(ignored)} does "
+        raise RequestError("constraint", f"{text}not end this reply: add it to `end`")
+
+
+def attempt(
+    submit: Submit, target: Worker, client: str = "", sharing: str = "off"
+) -> Request | RequestError:
     """Return the result or the error of `read_request`."""
     try:
-        return read_request(submit, target, client)
+        return read_request(submit, target, client, sharing)
     except RequestError as error:
         return error
     except BaseException as error:

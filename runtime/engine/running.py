@@ -103,6 +103,9 @@ class Delivery:
         )
 
 
+PROGRESS_EVERY_NS = 500_000_000  # the least time between two messages about a prompt's progress
+
+
 @dataclass(frozen=True)
 class Loss:
     """The loss of a target: its time, and a description."""
@@ -135,6 +138,7 @@ class RunningRequest:
     times: RoundTimes = field(default_factory=RoundTimes)  # times of the current round
     opened_ns: int | None = None
     """When the target finished the prompt; None once the draft has, too."""
+    progress_ns: int = 0  # when the client was last sent the progress of its prompt
     reading_ns: int = 0  # time that the draft has taken so far to prefill what it needs
     other_rows: int = 1
     """Rows of the awaited pass without the session's own nodes: the pass without a draft."""
@@ -276,6 +280,14 @@ class RunningRequest:
         """Note that the session's command has to wait for its worker."""
         self._spend("coordinator", now_ns)
         self.queued = True
+
+    def progresses(self, now_ns: int) -> bool:
+        """Return whether the client is sent the progress of its prompt now."""
+        wanted = self.session.request.progress and not self.session.round
+        if not wanted or now_ns - self.progress_ns < PROGRESS_EVERY_NS:
+            return False
+        self.progress_ns = now_ns
+        return True
 
     def part_read(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
         """Note that the target has prefilled a chunk of the log; the rest waits for its turn."""

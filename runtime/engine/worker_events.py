@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import OverError, ProtocolError, RequestError, StaleError
 from dovetail.protocol.messages import (
+    Blocks,
     Close,
     Closed,
     Draft,
@@ -22,6 +23,7 @@ from dovetail.protocol.messages import (
     Opened,
     Prefilled,
     Probed,
+    PromptRead,
     Reading,
     Refed,
     Scored,
@@ -108,6 +110,8 @@ class WorkerEvents:
                 self._fed(worker, event, now_ns, size)
             case Hello():
                 raise StaleError(f"{worker.name} sent Hello twice")
+            case Blocks():
+                worker.blocks.note(event.names, stored=event.stored)
             case Closed():
                 pass
 
@@ -153,6 +157,18 @@ class WorkerEvents:
         self._read_alone(worker, event.spans)
         if worker is running.target:
             running.part_read(worker, now_ns, size, event.spans)
+            if running.progresses(now_ns):
+                base = running.session.target_base
+                self._acts.reply(
+                    running.client,
+                    PromptRead(
+                        epoch=self._shared.epoch,
+                        request=running.request,
+                        total=len(running.session.request.prompt),
+                        cached=base.tokens if base is not None else 0,
+                        done=event.done,
+                    ),
+                )
         else:
             running.draft_read(now_ns, event.spans)
 
@@ -437,10 +453,11 @@ class WorkerEvents:
         role = "target" if worker is running.target else "draft"
         if (base := running.session.base(role)) is None:
             return False
-        runs = base.session in self._running and worker in self._running[base.session].workers
+        other = self._running.get(base.session or 0)
+        runs = other is not None and worker in other.workers
         lost = not base.shared or (event.code == "prefix" and not runs)
         worker.shelf.refused(running.session.number, base, lost=lost)
-        if lost:
+        if lost and base.session is not None:
             self._acts.send(worker, Close(epoch=self._shared.epoch, session=base.session))
         if event.code != "prefix" or (
             role == "draft"

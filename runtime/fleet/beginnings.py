@@ -1,4 +1,4 @@
-"""Rows of running sessions that other requests of the same owner can share, and the room on a
+"""Rows of running sessions that other requests of the same scope can share, and the room on a
 target. Shared rows count once. Pure."""
 
 from collections.abc import Iterator, Mapping
@@ -38,9 +38,9 @@ def needs(
     """Return the additional tokens of a request. `reuse`: rows of other sessions may be shared."""
     if not (reuse and request.may_reuse):
         return tokens_of(request)
-    begun = prompts_on_target(running, target, request.owner)
-    base = target.shelf.find(request.packed, owner=request.owner, running=begun)
-    if base is None or not base.shared:
+    begun = prompts_on_target(running, target, request.scope)
+    base = target.shelf.find(request.packed, scope=request.scope, running=begun)
+    if base is None or base.session is None or not base.shared:
         return tokens_of(request)
     there = [one.session.number for one in _on(target, running)]
     return tokens_of(request) - target.shelf.shared.saved_by(base.session, base.tokens, there)
@@ -54,26 +54,26 @@ WORTH_WAITING = 64  # fewest tokens of a prefix worth waiting for
 
 
 def prompts_on_target(
-    running: Mapping[int, RunningRequest], target: Worker, owner: str
+    running: Mapping[int, RunningRequest], target: Worker, scope: str
 ) -> Iterator[Kept]:
-    """Yield the prompts of an owner's sessions on a target, with the number of rows read."""
+    """Yield the prompts of a scope's sessions on a target, with the number of rows read."""
     done = target.turns.done()
     for number, one in running.items():
         request = one.session.request
-        if request.owner == owner and one.target is target and one.loss is None and not one.trial:
+        if request.scope == scope and one.target is target and one.loss is None and not one.trial:
             tokens = len(request.prompt)
             rows = done.get(number, 0) if one.session.state is State.OPENING else tokens
-            yield Kept(number, request.packed, rows, tokens, owner)
+            yield Kept(number, request.packed, rows, tokens, scope)
 
 
 def prompts_on_draft(
-    running: Mapping[int, RunningRequest], draft: Worker, owner: str
+    running: Mapping[int, RunningRequest], draft: Worker, scope: str
 ) -> Iterator[Kept]:
-    """Yield the prompts of an owner's sessions on a draft, each with its prefilled rows."""
+    """Yield the prompts of a scope's sessions on a draft, each with its prefilled rows."""
     for number, one in running.items():
         sync, request = one.session.draft_sync, one.session.request
         if (
-            request.owner == owner
+            request.scope == scope
             and one.draft is draft
             and not one.trial
             and sync is not None
@@ -81,17 +81,18 @@ def prompts_on_draft(
             and not draft.turns.reads(number)
         ):
             tokens = len(request.prompt)
-            yield Kept(number, request.packed, min(sync.tokens, tokens), tokens, owner)
+            yield Kept(number, request.packed, min(sync.tokens, tokens), tokens, scope)
 
 
 def comes_later(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> bool:
     """Return whether a request should wait: its prefix is being read for another session of its
-    owner, and it can share those rows."""
+    scope, and it can share those rows."""
     if not (request.may_reuse and target.limits.shares):
         return False
-    there = list(prompts_on_target(running, target, request.owner))
-    base = target.shelf.find(request.packed, owner=request.owner, running=there)
-    if base is not None and base.session in running and _draft_reads(running[base.session]):
+    there = list(prompts_on_target(running, target, request.scope))
+    base = target.shelf.find(request.packed, scope=request.scope, running=there)
+    begun = None if base is None else running.get(base.session or 0)
+    if begun is not None and _draft_reads(begun):
         return True
     worth = WORTH_WAITING + (0 if base is None else base.tokens)
     begins = request.packed[: TOKEN_BYTES * worth]

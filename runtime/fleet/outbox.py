@@ -41,6 +41,7 @@ def size_of(message: Message) -> int:
             size = TOKEN_BYTES * len(tokens) + scores_size(message.logprobs)
         case Submit():
             texts = sum(4 * len(text) for text in (message.text or "", *(message.turns or ())))
+            texts += 0 if message.constraint is None else len(message.constraint.grammar)
             size = len(message.memo) + texts + TOKEN_BYTES * len(message.tokens or ())
         case Finished():
             size = TOKEN_BYTES * len(message.result.token_ids) + SCORE_BYTES * len(message.spans)

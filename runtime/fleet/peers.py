@@ -7,12 +7,21 @@ from functools import cached_property
 from threading import Lock
 from typing import NamedTuple
 
-from dovetail.protocol.messages import Hello, Limits, Message, Probed, VocabularyFacts, WorkerState
+from dovetail.protocol.messages import (
+    Constraint,
+    Hello,
+    Limits,
+    Message,
+    Probed,
+    VocabularyFacts,
+    WorkerState,
+)
 from dovetail.protocol.spans import ClockOffset
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.costs.passes import RowCosts
 from dovetail.runtime.costs.reading import ReadingCosts
 from dovetail.runtime.costs.rounds import Average
+from dovetail.runtime.fleet.block_index import BlockIndex
 from dovetail.runtime.fleet.outbox import Outbox
 from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Owed, Turns
@@ -128,6 +137,8 @@ class Worker:
     sessions: int = 0
     shelf: PrefixCache = field(default_factory=lambda: PrefixCache(0))
     """The ended sessions that it keeps."""
+    blocks: BlockIndex = field(default_factory=BlockIndex)
+    """The blocks of prompts that it stores."""
     verifying: RowCosts = field(default_factory=RowCosts)
     """The cost of its passes as a target, by rows; `drafting`: as a draft."""
     drafting: RowCosts = field(default_factory=RowCosts)
@@ -215,6 +226,10 @@ class Worker:
         """Return whether two targets have the same vocabulary."""
         return (self.facts.digest, self.facts.size) == (other.facts.digest, other.facts.size)
 
+    def obeys(self, constraint: Constraint | None) -> bool:
+        """Return whether, as a target, it makes replies follow a grammar."""
+        return constraint is None or constraint.engine == self.hello.grammars
+
     def had_round(self, seconds: float, tokens: int, rows: int) -> None:
         """Learn from a round of one of its sessions, as a target, without prefill."""
         self.round_s.add(seconds)
@@ -263,6 +278,7 @@ class Worker:
             row_s=self.reading.row_s or None,
             sharing=max(1.0, self.sharing.value),
             ends=self.ends,
+            grammars=hello.grammars,
         )
 
 

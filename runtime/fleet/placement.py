@@ -23,7 +23,7 @@ from dovetail.runtime.fleet.prefix_cache import WORTH, bases
 from dovetail.runtime.fleet.records import PairRecords
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.draft_sync import DraftSync
-from dovetail.runtime.session.request import TOKEN_BYTES, Base, Request
+from dovetail.runtime.session.request import TOKEN_BYTES, Base, Request, draft_scope
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, Tally
 
@@ -96,8 +96,8 @@ def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -
     if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
         return 0.0
     verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)
-    level_s = pair.costs.level_s(1)
-    longer = pair.costs.level_s(draft.sessions + 1) / level_s if level_s else draft.sessions + 1
+    pass_s = pair.costs.pass_s(1)
+    longer = pair.costs.pass_s(draft.sessions + 1) / pass_s if pass_s else draft.sessions + 1
     draft_s = pair.costs.exposed_s.value * longer
     return pair.tokens.value / (verify_s + draft_s + draft.hop_s + target.hop_s)
 
@@ -138,7 +138,12 @@ class Placement:
             return None, self._alone.setdefault(target.peer, PairCosts(target.verifying))
         key = (draft.peer, target.peer)
         if key not in self._pairs:
-            costs = PairCosts(target.verifying, draft.drafting, together=draft.limits.together)
+            costs = PairCosts(
+                target.verifying,
+                draft.drafting,
+                together=draft.limits.together,
+                levels=draft.limits.levels,
+            )
             self._pairs[key] = Pair(
                 draft.name,
                 target.name,
@@ -240,6 +245,7 @@ class Placement:
             if other.plays("target")
             and other.available
             and other.reads_as(target)
+            and other.obeys(request.constraint)
             and request.capacity <= other.limits.context
         ]
         best = self.target(
@@ -274,12 +280,16 @@ class Placement:
                 log,
                 target.shelf,
                 shelf,
-                owner=request.owner,
+                scope=request.scope,
                 reads=reads is not None,
-                on_target=prompts_on_target(self._running, target, request.owner),
+                on_target=prompts_on_target(self._running, target, request.scope),
                 on_draft=()
                 if draft is None
-                else prompts_on_draft(self._running, draft, request.owner),
+                else prompts_on_draft(self._running, draft, request.scope),
+                stored=(
+                    lambda base: target.blocks.find(request.blocks, log, base),
+                    lambda base: self._stored(draft, target, request, log, base),
+                ),
             )
             if reads is not None and target_base is None and not request.tree.insist:
                 target_base = self._beginning(target, request)
@@ -298,11 +308,22 @@ class Placement:
         running.session.target_base, running.drafts = target_base, drafts
         return running
 
+    def _stored(
+        self, draft: Worker | None, target: Worker, request: Request, log: bytes, base: Base | None
+    ) -> Base | None:
+        """Return the rows that a draft has stored of a packed log, if more than of the base."""
+        if draft is None:
+            return base
+        scope = request.blocks
+        if draft.hello.reads is not None:
+            scope = draft_scope(scope, str(target.hello.fingerprint))
+        return draft.blocks.find(scope, log, base)
+
     def _beginning(self, target: Worker, request: Request) -> Base | None:
         """Return the target's shared rows for a session whose feature-reading draft lacks them; the
         draft joins later, if recomputing all features pays off."""
-        running = prompts_on_target(self._running, target, request.owner)
-        base = target.shelf.find(request.packed, owner=request.owner, running=running)
+        running = prompts_on_target(self._running, target, request.scope)
+        base = target.shelf.find(request.packed, scope=request.scope, running=running)
         return base if base is not None and base.shared else None
 
     def try_out(
@@ -345,8 +366,9 @@ class Placement:
         """Return the rows that a target has of the packed `log` of a session elsewhere."""
         if not (self._reuse and request.may_reuse):
             return None
-        running = prompts_on_target(self._running, target, request.owner)
-        return target.shelf.find(log, owner=request.owner, running=running)
+        running = prompts_on_target(self._running, target, request.scope)
+        base = target.shelf.find(log, scope=request.scope, running=running)
+        return target.blocks.find(request.blocks, log, base)
 
     def _running_request(
         self,
@@ -417,11 +439,13 @@ class Placement:
         session = running.session
         if not (self._reuse and session.request.may_reuse) or draft is running.target:
             return None
+        log = session.packed(session.length - 1)
         base = draft.shelf.find(
-            session.packed(session.length - 1),
-            owner=session.request.owner,
+            log,
+            scope=session.request.scope,
             known=int(draft.hello.reads is not None),
         )
+        base = self._stored(draft, running.target, session.request, log, base)
         if base is not None:
             draft.shelf.pin(base)
         return base

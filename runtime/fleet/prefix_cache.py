@@ -3,7 +3,7 @@ running session that a prompt reuses. A `PrefixCache` is for one worker: it has 
 sessions, and evicts the oldest when there is no room. Logs are compared as bytes, so that a prompt
 of a hundred thousand tokens takes microseconds. Pure."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from dovetail.runtime.session.request import TOKEN_BYTES, Base, Kept
@@ -116,11 +116,13 @@ class PrefixCache:
 
     def pin(self, base: Base) -> None:
         """Pin a session whose cache another takes, until `taken` or returned; not if shared."""
-        if not base.shared:
+        if not base.shared and base.session is not None:
             self._pinned[base.session] = self._kept.pop(base.session)
 
     def taken(self, opened: int, base: Base) -> None:
         """Note an Open that continues another session, which ends unless shared."""
+        if base.session is None:
+            return
         if base.shared:
             self.shared.begin(opened, base.session, base.tokens)
         else:
@@ -130,19 +132,19 @@ class PrefixCache:
     def refused(self, opened: int, base: Base, *, lost: bool) -> None:
         """Note a refused Open; `lost`: the worker does not have the other session."""
         self.shared.end(opened)
-        if lost:
+        if lost and base.session is not None:
             self._kept.pop(base.session, None)
             self.shared.end(base.session)
 
     def give_back(self, base: Base) -> None:
         """Return a base whose session ended before it began."""
-        if not base.shared and (kept := self._pinned.pop(base.session, None)) is not None:
-            self._kept[base.session] = kept
+        if not base.shared and (kept := self._pinned.pop(base.session or 0, None)) is not None:
+            self._kept[kept.session] = kept
 
     def find(
-        self, prompt: bytes, *, owner: str = "", known: int = 0, running: Iterable[Kept] = ()
+        self, prompt: bytes, *, scope: str = "", known: int = 0, running: Iterable[Kept] = ()
     ) -> Base | None:
-        """Return the owner's session with the longest common prefix; of equals, the youngest kept
+        """Return the scope's session with the longest common prefix; of equals, the youngest kept
         one. `known`: how many tokens after a row must be equal for the row to be valid; `running`:
         sessions that run there. The last token of the prompt is always computed, since its logits
         are needed. A running session, or one that would lose many rows, is shared. If the worker
@@ -151,7 +153,7 @@ class PrefixCache:
         found, least = None, WORTH
         for kept in (*reversed(self._kept.values()), *(running if self.shares else ())):
             needed = TOKEN_BYTES * (least + known)
-            if kept.owner != owner or kept.rows < least or kept.log[:needed] != prompt[:needed]:
+            if kept.scope != scope or kept.rows < least or kept.log[:needed] != prompt[:needed]:
                 continue
             tokens = min(
                 kept.rows, len(prompt) // TOKEN_BYTES - 1, common_tokens(prompt, kept.log) - known
@@ -163,26 +165,34 @@ class PrefixCache:
         return found
 
 
+Replacing = Callable[[Base | None], Base | None]
+Stored = tuple[Replacing, Replacing]
+NOT_STORED: Stored = (lambda base: base, lambda base: base)
+
+
 def bases(
     prompt: bytes,
     target: PrefixCache,
     draft: PrefixCache | None,
     *,
-    owner: str = "",
+    scope: str = "",
     reads: bool,
     on_target: Iterable[Kept] = (),
     on_draft: Iterable[Kept] = (),
+    stored: Stored = NOT_STORED,
 ) -> tuple[Base | None, Base | None]:
     """Return what a session's target and draft reuse; their caches pin sessions that are taken
-    over. `on_target` and `on_draft`: sessions that run there. A draft that `reads` its target gets
+    over. `on_target` and `on_draft`: sessions that run there; `stored`: for the target and the
+    draft, replaces a base by stored rows if these are more. A draft that `reads` its target gets
     features only for newly computed rows, so both start from the same position; and since its rows
     also depend on the next token, that must match, too."""
-    of_target = target.find(prompt, owner=owner, running=on_target)
+    of_target = target.find(prompt, scope=scope, running=on_target)
     of_draft = (
-        draft.find(prompt, owner=owner, known=int(reads), running=on_draft)
+        draft.find(prompt, scope=scope, known=int(reads), running=on_draft)
         if draft is not None
         else None
     )
+    of_target, of_draft = stored[0](of_target), stored[1](of_draft)
     if reads and draft is not None:
         tokens = min(of_target.tokens, of_draft.tokens) if of_target and of_draft else 0
         of_target, of_draft = (

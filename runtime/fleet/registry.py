@@ -11,6 +11,7 @@ from dovetail.protocol.messages import VERSION, Hello, LoadingState, Role, Super
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.control.pairs import share_cores
 from dovetail.runtime.costs.passes import RowCosts
+from dovetail.runtime.fleet.block_index import BlockIndex
 from dovetail.runtime.fleet.peers import ClientPeer, Language, Worker
 from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Turns
@@ -322,6 +323,7 @@ class Registry:
             now_ns,
             standby=hello.standby and (hello.host, hello.pid) not in self.engaged,
             shelf=PrefixCache(hello.limits.kept, hello.limits.shares),
+            blocks=BlockIndex(hello.blocks, known=int(hello.reads is not None)),
         )
         if "target" in hello.roles:
             worker.verifying = RowCosts(hello.curves, hello.experts)

@@ -1,8 +1,7 @@
 """The routes and the error responses. A request is parsed (`bodies.py`), tokenized (`orders.py`),
-decoded (`decoding.py`) and written (`replies.py`); `service.py` combines these steps."""
+decoded (`decoding.py`, `replies.py`) and written (`apis/`); `service.py` combines these steps."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -10,95 +9,25 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
+from dovetail.runtime.http.apis.anthropic import add_anthropic
+from dovetail.runtime.http.apis.documents import Documented, documented
+from dovetail.runtime.http.apis.llama_server import add_llama_server
+from dovetail.runtime.http.apis.ollama import add_ollama
+from dovetail.runtime.http.apis.responses import add_responses
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from dovetail.runtime.http.dashboard import Watch, add_dashboard, page_files
-from dovetail.runtime.http.errors import ApiError, complaint, not_served, place, wrong_method
+from dovetail.runtime.http.errors import (
+    ApiError,
+    complaint,
+    not_served,
+    place,
+    shaped,
+    wrong_method,
+)
 from dovetail.runtime.http.exposition import CONTENT_TYPE
-from dovetail.runtime.http.guard import OPEN_PATHS, OWNER, App, Guard, shared
+from dovetail.runtime.http.pages.site import add_pages, page_files
+from dovetail.runtime.http.pages.watch import add_state
 from dovetail.runtime.http.service import Service, json_response
-
-STATUSES = {
-    400: "The request is invalid; `param` names the field.",
-    401: "The API key is missing or wrong.",
-    403: "Without an API key only this machine is served, under the name localhost.",
-    404: "There is no such model, or no reply of this client with this id.",
-    413: "The body is too large.",
-    415: "The Content-Encoding of the body is not supported.",
-    429: "The queue is full; `Retry-After` has the seconds to wait.",
-    500: "The server failed.",
-    503: "There is no coordinator or no target; `Retry-After` has the seconds to wait.",
-    504: "The request took longer than http.deadline_s.",
-}
-RETRY_AFTER = {"Retry-After": {"description": "Seconds until then.", "schema": {"type": "integer"}}}
-HEADERS = {  # of errors, by status
-    401: {"WWW-Authenticate": {"description": "Bearer.", "schema": {"type": "string"}}},
-    429: RETRY_AFTER,
-    503: RETRY_AFTER,
-}
-EVERYWHERE = (401, 403)
-ASKING = (400, 404, 413, 415, 503)
-DECODING = (*ASKING, 429, 500, 504)
-ERRORS: Mapping[str, tuple[int, ...]] = {
-    **dict.fromkeys(("chat", "text", "chat_again", "text_again"), DECODING),
-    "models": (503,),
-    "forget": (503,),
-    "model": (404, 503),
-    **dict.fromkeys(("tokenize", "detokenize"), ASKING),
-    **dict.fromkeys(("readyz", "version", "load", "health", "metrics"), ()),
-}
-"""Route -> its possible errors."""
-STREAMED = ("chat", "text", "chat_again", "text_again")
-ERROR = {  # the schema of every error's body
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                **{name: {"type": "string"} for name in ("message", "type")},
-                **{name: {"type": ["string", "null"]} for name in ("param", "code")},
-            },
-        }
-    },
-}
-
-
-def documented(name: str) -> dict[str, Any]:
-    """Return the arguments for declaring a route, so that the document has its responses."""
-    responses: dict[int | str, dict[str, Any]] = {
-        status: {
-            "content": {"application/json": {"schema": ERROR}},
-            "description": STATUSES[status],
-            **({"headers": HEADERS[status]} if status in HEADERS else {}),
-        }
-        for status in sorted((*ERRORS[name], *EVERYWHERE))
-    }
-    declared: dict[str, Any] = {"response_description": "Done.", "responses": responses}
-    if name in STREAMED:
-        responses[200] = {"content": {"text/event-stream": {}}}
-    if name == "readyz":
-        responses[503] = {"description": "Requests are not served."}
-    if name == "health":
-        responses[503] = {"description": "There is no coordinator."}
-    if name == "metrics":
-        responses[200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-    return {**declared, "response_class": Response} if name in ("health", "metrics") else declared
-
-
-class Documented(FastAPI):
-    """An app that documents status 400, not FastAPI's 422, for a wrong field."""
-
-    def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            document = super().openapi()
-            for path in document["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
-            for name in ("HTTPValidationError", "ValidationError"):
-                document["components"]["schemas"].pop(name, None)
-        return super().openapi()
-
+from dovetail.runtime.http.serving.guard import OPEN_PATHS, OWNER, App, Guard, shared
 
 BEARER = HTTPBearer(scheme_name="key", auto_error=False)
 """The API key, only for the document: the guard has checked it before a route is called."""
@@ -118,37 +47,33 @@ def open_app(service: Service) -> App:
     _add_completions(app, service)
     _add_texts(app, service)
     _add_state(app, service)
+    add_anthropic(app, service)
+    add_responses(app, service)
+    add_ollama(app, service)
+    add_llama_server(app, service)
     _add_errors(app)
-    open_paths = OPEN_PATHS
-    if terms.dashboard != "off":
-        about = {"version": terms.version, "began": service.began, "pid": os.getpid()}
-        add_dashboard(
-            app,
-            Watch(
-                service.gateway,
-                shown=terms.dashboard,
-                name=service.name_of,
-                called=terms.called,
-                about=about,
-            ),
-        )
-        open_paths += tuple(page_files())
+    files = page_files(terms.page, dashboard=service.watch is not None)
+    add_pages(app, files)
+    if service.watch is not None:
+        add_state(app, service.watch)
     guard = Guard(
         app,
         keys=terms.keys,
         most_body_bytes=terms.most_body_bytes,
         only_local_names=terms.only_local_names,
-        open_paths=open_paths,
+        open_paths=(*OPEN_PATHS, *files),
     )
     return shared(guard, terms.cors)
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
+    @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions", **documented("chat"))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The reply to a conversation."""
         return await service.answer(body, request)
 
+    @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions", **documented("text"))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """The continuation of a text."""
@@ -173,11 +98,15 @@ def _streamed(asked: bool | None, request: Request) -> bool:
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
+    @app.get("/models", include_in_schema=False)
     @app.get("/v1/models", **documented("models"))
     async def models() -> Response:
-        """The served model, in a list."""
-        return json_response({"object": "list", "data": [await service.model()]})
+        """The served model and its aliases, in a list."""
+        model = await service.model()
+        also = [{**model, "id": name} for name in service.terms.aliases.listed(model["id"])]
+        return json_response({"object": "list", "data": [model, *also]})
 
+    @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}", **documented("model"))
     async def model(name: str) -> Response:
         """The served model."""
@@ -235,15 +164,15 @@ UNPARSED = "There was an error parsing the body"
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def known(_: Request, error: ApiError) -> Response:
-        return json_response(error.body, error.status, error.headers)
+    async def known(request: Request, error: ApiError) -> Response:
+        return json_response(shaped(error, request.url.path), error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first, *others = _most_telling(error.errors())
         field = place(first["loc"])
         text = _no_object(request, first) if field is None else f"{field}{complaint(first, others)}"
-        return json_response(ApiError(400, text, param=field).body, 400)
+        return await known(request, ApiError(400, text, param=field))
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:

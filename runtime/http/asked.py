@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from dovetail.protocol.messages import (
@@ -12,6 +13,7 @@ from dovetail.protocol.messages import (
     Failed,
     Finished,
     Forgotten,
+    PromptRead,
     PromptScored,
     Recalled,
     Reported,
@@ -22,8 +24,35 @@ from dovetail.protocol.messages import Told as ToldPart
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.text.tokenizer import TextCodec
 
-Told = Emitted | PromptScored | Finished | Failed
+Told = Emitted | PromptScored | PromptRead | Finished | Failed
 A = TypeVar("A", Described, Reported, Seen, Recalled, Forgotten)
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """Other names of models, written as `NAME=MODEL,...`; NAME may contain *, and MODEL may be
+    missing, which stands for the only one."""
+
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def read(cls, text: str) -> "Aliases":
+        """Read the setting `http.aliases`; `ValueError` if a name is missing."""
+        parts = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+        pairs = tuple((name.strip(), model.strip()) for name, _, model in parts)
+        if not all(name for name, _ in pairs):
+            raise ValueError("write NAME=MODEL, such as gpt-4o=smollm2, or * for any name")
+        return cls(pairs)
+
+    def covers(self, name: str, model: str) -> bool:
+        """Return whether a name stands for this model."""
+        return any(
+            fnmatchcase(name, pattern) and served in ("", model) for pattern, served in self.pairs
+        )
+
+    def listed(self, model: str) -> tuple[str, ...]:
+        """Return the names of a model, without patterns."""
+        return tuple(n for n, served in self.pairs if "*" not in n and served in ("", model))
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,34 @@ effect (`fields.py`).
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
-from dovetail.protocol.messages import MAX_ENDS, MAX_STOPS, MAX_TOKENS, MAX_TOP, MAX_TURNS
+from dovetail.protocol.messages import (
+    MAX_ENDS,
+    MAX_GRAMMAR,
+    MAX_STOPS,
+    MAX_TOKENS,
+    MAX_TOP,
+    MAX_TURNS,
+)
 from dovetail.protocol.settings import MAX_BIASES
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.fields import BENIGN, check_fields
+from dovetail.runtime.http.fields import BENIGN, check_fields, renamed
 
 MAX_CHOICES = 128  # replies to one request: prompts times n
+MAX_TOOLS, MAX_CALLS = 1024, 256
 LONGEST_KIND = 40  # characters of an unknown type that an error shows
 STOP_CHARACTERS = 1024
+MAX_CHOICE_TEXTS = 1000
 LARGEST_SEED = (1 << 63) - 1
 DEEPEST = 64  # nesting of values for a chat template: pydantic's serializer fails at 255
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
@@ -69,9 +87,15 @@ class Body(BaseModel):
     def _known(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        body = cls._named(body)
         if cls._is_read(body):
             check_fields(body, cls.model_fields, benign=cls.benign, param=cls.place)
         return {name: whole(value) for name, value in body.items()}
+
+    @classmethod
+    def _named(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields under our names."""
+        return body
 
     @classmethod
     def _is_read(cls, _body: dict[str, Any]) -> bool:
@@ -112,6 +136,11 @@ class Wishes(Body):
     )
 
 
+Objects = Annotated[dict[str, Any], AfterValidator(plain)]
+Schema = Objects | bool | Annotated[str, Field(max_length=MAX_GRAMMAR)]
+Grammar = Annotated[str, Field(max_length=MAX_GRAMMAR)]
+
+
 class Decoding(Body):
     """The fields that both kinds of completions share; defaults are the server's settings."""
 
@@ -150,7 +179,33 @@ class Decoding(Body):
         ]
         | None
     ) = Field(None, description="token id -> bias added to its logit")
+    return_progress: bool | None = Field(
+        None, description="events with `prompt_progress` while the prompt is read, in streams"
+    )
+    response_format: Objects | None = Field(
+        None,
+        description="type text, json_object (llama.cpp: with a schema), or json_schema with "
+        "json_schema.schema",
+    )
+    structured_outputs: Objects | None = Field(
+        None, description="one of json, regex, choice, grammar, json_object; whitespace_pattern"
+    )
+    guided_json: Schema | None = Field(None, description="the same, as in vLLM before 0.12")
+    guided_regex: Grammar | None = None
+    guided_choice: (
+        Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICE_TEXTS)] | None
+    ) = None
+    guided_grammar: Grammar | None = None
+    guided_whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
+    json_schema: Schema | None = Field(None, description="a schema, as in llama-server")
+    grammar: Grammar | None = Field(None, description="GBNF or Lark")
+    regex: Grammar | None = Field(None, description="as in SGLang, like ebnf")
+    ebnf: Grammar | None = None
     dovetail: Wishes | None = None
+
+    @classmethod
+    def _named(cls, body: dict[str, Any]) -> dict[str, Any]:
+        return renamed(body)
 
     @model_validator(mode="before")
     @classmethod
@@ -217,39 +272,188 @@ TemplateValues = Annotated[
 ]
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+
+
+class CalledFunction(Body):
+    """The function of a call in an earlier reply."""
+
+    place = "messages"
+    benign = frozenset()
+
+    name: FunctionName
+    arguments: str | dict[str, Any] | None = Field(None, description="a JSON object, as a text")
+
+
+class ToolCall(Body):
+    """A call in an earlier reply."""
+
+    place = "messages"
+    benign = frozenset({"index", "extra_content"})
+
+    id: str = Field("", max_length=512)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Body):
     """A message of a conversation: text, whole or in parts. Fields of a reply are allowed."""
 
     place = "messages"
-    benign = frozenset(
-        {
-            *("name", "refusal", "annotations", "id", "reasoning", "reasoning_content"),
-            *("tool_calls", "function_call", "audio"),
-        }
-    )
+    benign = frozenset({"refusal", "annotations", "id", "audio", "reasoning_details"})
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_TURNS)]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_TURNS)] | None = (
+        Field(description="may be null in an assistant's message with calls or reasoning")
+    )
+    name: str | None = Field(None, max_length=512)
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = Field(
+        None, max_length=512, description="the id of the call whose result this is"
+    )
+    function_call: CalledFunction | None = Field(None, description="as one of tool_calls")
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _text_only(cls, message: Any) -> Any:
-        if isinstance(message, dict):
-            for name in ("tool_calls", "function_call", "audio"):
-                if message.get(name):
-                    raise ApiError(
-                        400,
-                        f"a message with {name} is not supported: leave it out",
-                        param="messages",
-                        code="unsupported_parameter",
-                    )
+        if isinstance(message, dict) and message.get("audio"):
+            raise ApiError(
+                400,
+                "a message with audio is not supported: leave it out",
+                param="messages",
+                code="unsupported_parameter",
+            )
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            return {"content": None, **message}
         return message
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ChatMessage":
+        calls = bool(self.tool_calls or self.function_call)
+        if calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} cannot call tools: leave them out")
+        if self.content is None and not (
+            self.role == "assistant" and (calls or self.thoughts is not None)
+        ):
+            raise ValueError("content is missing: send a text")
+        return self
 
     @property
     def text(self) -> str | list[str]:
         """Return the content as sent: one text, or the texts of its parts."""
-        content = self.content
+        content = self.content or ""
         return content if isinstance(content, str) else [part.text for part in content]
+
+    @property
+    def thoughts(self) -> str | None:
+        """Return the reasoning, under whichever name it was sent."""
+        return self.reasoning_content or self.reasoning or self.thinking
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Return the tool calls, in either form."""
+        if self.function_call is not None:
+            return [ToolCall(function=self.function_call)]
+        return self.tool_calls or []
+
+
+class Function(Body):
+    """A function that a reply may call."""
+
+    place = "tools"
+    benign = frozenset({"returns", "return", "cache_control"})
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(plain)] | None = Field(
+        None, description="JSON schema of the arguments, an object"
+    )
+    strict: bool | None = Field(
+        None, description="true: refuse a schema that cannot be followed exactly"
+    )
+
+
+class Tool(Body):
+    """A tool that a reply may call; other types are not supported."""
+
+    place = "tools"
+    benign = frozenset({"cache_control", "defer_loading"})
+
+    type: Literal["function"]
+    function: Function
+
+
+class AsSent:
+    """Checks a value with a model and keeps it as it was sent, with its order of keys, in which
+    templates print it."""
+
+    def __init__(self, model: type[Body]) -> None:
+        self._model = model
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def check(value: Any, inner: Any) -> Any:
+            inner(value)
+            return value
+
+        same = core_schema.plain_serializer_function_ser_schema(lambda value: value)
+        model = handler.generate_schema(self._model)
+        return core_schema.no_info_wrap_validator_function(check, model, serialization=same)
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    place = "tool_choice"
+    benign = frozenset()
+
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """A tool, by the name of its function."""
+
+    place = "tool_choice"
+    benign = frozenset()
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ToolSubset(Body):
+    """The tools that a reply may call, and whether it must."""
+
+    place = "tool_choice"
+    benign = frozenset()
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoice(Body):
+    """The tool to call, or the tools from which to choose."""
+
+    place = "tool_choice"
+    benign = frozenset()
+
+    type: Literal["function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: ToolSubset | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ToolChoice":
+        if (self.function if self.type == "function" else self.allowed_tools) is None:
+            raise ValueError(f"{self.type} is missing")
+        return self
+
+
+Tools = Annotated[
+    list[Annotated[dict[str, Any], AsSent(Tool)]], Field(fail_fast=True, max_length=MAX_TOOLS)
+]
 
 
 def _some(length: int) -> int:
@@ -276,6 +480,31 @@ class ChatBody(Decoding):
         None, description="number of likeliest alternatives of each token; needs logprobs"
     )
     chat_template_kwargs: TemplateValues | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+        None, description="auto: the model decides, which is the default with tools"
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="whether a reply may have several calls, if its format allows it"
+    )
+    functions: (
+        Annotated[
+            list[Annotated[dict[str, Any], AsSent(Function)]],
+            Field(fail_fast=True, max_length=MAX_TOOLS),
+        ]
+        | None
+    ) = Field(None, description="an older form of tools")
+    function_call: Literal["none", "auto"] | NamedFunction | None = Field(
+        None, description="an older form of tool_choice"
+    )
+    enable_thinking: bool | None = Field(
+        None, description="as in chat_template_kwargs, for templates that know it"
+    )
+    reasoning_effort: str | None = Field(
+        None,
+        pattern=r"^[a-z]{1,16}$",
+        description="a value for templates that know it; none: also enable_thinking false",
+    )
 
 
 class CompletionBody(Decoding):
@@ -298,6 +527,7 @@ class TokenizeBody(Body):
 
     model: str | None = Field(None, max_length=512)
     prompt: str | None = None
+    content: str | None = Field(None, description="a prompt, in llama-server's form")
     messages: (
         Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
         | None
@@ -309,7 +539,11 @@ class TokenizeBody(Body):
         True, description="whether messages are followed by the beginning of a reply"
     )
     chat_template_kwargs: TemplateValues | None = None
+    tools: Tools | None = None
     return_token_strs: bool = False
+    add_special: bool = Field(False, description="the same, of `content`")
+    parse_special: Literal[True] = True
+    with_pieces: bool = Field(False, description="return the text of each token of `content`")
 
 
 class DetokenizeBody(Body):

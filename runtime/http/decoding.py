@@ -5,12 +5,13 @@ for none of the replies, the request is refused; otherwise further replies are s
 ones end."""
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from dovetail.protocol.messages import Failed
+from dovetail.protocol.messages import Emitted, Failed, PromptRead, PromptScored
 from dovetail.runtime.http.asked import Told
 from dovetail.runtime.http.errors import RETRY_AFTER_S, ApiError, of_failure, unavailable
 from dovetail.runtime.http.gateway import Gateway
@@ -30,8 +31,12 @@ class WrongVocabulary(Exception):
 class Run:
     """The replies to one HTTP request."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, deadline_s: float = math.inf) -> None:
+        """`deadline_s`: how long a reply may take from its first token, and a request without one
+        since it came or its prompt made progress."""
         self.began_s = time.monotonic()
+        self._deadline_s, self._replying = deadline_s, False
+        self._deadline: asyncio.TimerHandle | None = None
         self._gateway = gateway
         self._order: Order | None = None
         self._next = 0  # the number of the first reply that has not been submitted
@@ -47,6 +52,7 @@ class Run:
     async def begin(self, order: Order, within_s: float | None = None) -> None:
         """Submit the replies and wait for the first message; may raise `WrongVocabulary`."""
         self._order, self._next = order, 0
+        self._wait_on()
         self._ask()
         with suppress(TimeoutError):
             await self._wait(within_s)
@@ -74,8 +80,19 @@ class Run:
         self.close()
         self._wake()
 
+    def _wait_on(self) -> None:
+        """Begin to wait: for progress of the prompt, or for the end of the reply."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._deadline_s < math.inf:
+            late = _late(self._deadline_s, replying=self._replying)
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(self._deadline_s, self.fail, late)
+
     def close(self) -> None:
         """Cancel the running replies."""
+        if self._deadline is not None:
+            self._deadline.cancel()
         numbers, self._numbers = self._numbers, {}
         self._refused.clear()
         self._next = len(self._order.submits) if self._order is not None else 0
@@ -99,6 +116,9 @@ class Run:
                 return
             self._begun = self._begun or not isinstance(told, Failed)
             self._heard.append((index, told))
+            if not self._replying and isinstance(told, Emitted | PromptRead | PromptScored):
+                self._replying = isinstance(told, Emitted)
+                self._wait_on()
             if told.type in ("finished", "failed"):
                 self._numbers.pop(index, None)
                 self._ask_more()
@@ -145,6 +165,13 @@ class Run:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _late(seconds: float, *, replying: bool) -> ApiError:
+    text = f"the reply has taken longer than {seconds:g} s (http.deadline_s) and was cancelled"
+    if not replying:
+        text = f"for {seconds:g} s (http.deadline_s) the request made no progress: it was cancelled"
+    return ApiError(504, text, code="timeout")
 
 
 def ended_early() -> ApiError:

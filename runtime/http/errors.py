@@ -57,14 +57,44 @@ class ApiError(DovetailError):
         return {**wait, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
 
 
+ANTHROPIC = "/v1/messages"  # the beginning of the paths of Anthropic's API
+OLLAMA = "/api/"
+ANTHROPIC_TYPES = {
+    **TYPES,
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Other statuses from 500 on are an `api_error`."""
+
+
+def shaped(error: ApiError, path: str) -> dict[str, Any]:
+    """Return the body of an error in the form of the API to which a path belongs."""
+    if path.startswith(ANTHROPIC):
+        kind = "invalid_request_error" if error.status < 500 else "api_error"
+        kind = ANTHROPIC_TYPES.get(error.status, kind)
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    return {"error": str(error)} if path.startswith(OLLAMA) else error.body
+
+
 OTHERS: Mapping[str, Sequence[str]] = {
-    "/v1/chat/completions": ("/chat/completion", "/chat", "/responses", "/messages"),
-    "/v1/completions": ("/completion", "/generate", "/generate_stream"),
-    "/v1/models": ("/api/tags", "/api/ps"),
+    "/v1/chat/completions": ("/chat/completion",),
+    "/v1/completions": ("/generate_stream",),
+    "/v1/responses": (),
+    "/v1/messages": (),
+    "/v1/models": (),
+    "/api/generate": (),
+    "/api/chat": (),
+    "/api/tags": (),
+    "/completion": (),
     "/tokenize": (),
     "/detokenize": (),
 }
 """Served paths, with the endings of corresponding paths in other APIs."""
+
+
+EMBEDDINGS = ("/embeddings", "/embedding", "/embed", "/rerank", "/reranking", "/pooling")
 
 
 def wrong_method(method: str, path: str, allow: str) -> ApiError:
@@ -77,9 +107,12 @@ def wrong_method(method: str, path: str, allow: str) -> ApiError:
 def not_served(method: str, path: str) -> ApiError:
     """Return a 404 error that names the path that was probably intended."""
     end, hint = path.rstrip("/"), "/openapi.json lists what is"
+    if end.endswith(EMBEDDINGS):
+        text = "embeddings are not computed here, since the model writes text: use another server"
+        return ApiError(404, f"{method} {path} is not served here: {text}")
     for served, others in OTHERS.items():
-        if end.endswith((served.removeprefix("/v1"), *others)):
-            hint = f"{served} is, with requests of the OpenAI API"
+        if end.endswith((served.removeprefix("/v1").removeprefix("/api"), *others)):
+            hint = f"{served} is"
             break
     return ApiError(404, f"{method} {path} is not served here: {hint}")
 
@@ -103,6 +136,8 @@ def of_failure(failed: Failed) -> ApiError:
     match failed.code:
         case "settings":
             return ApiError(400, failed.text)
+        case "constraint":
+            return ApiError(400, failed.text, code="unsupported_grammar")
         case "prompt_too_long":
             return ApiError(400, failed.text, code="context_length_exceeded")
         case "capacity":

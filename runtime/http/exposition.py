@@ -5,7 +5,7 @@ Status, once per scrape; the latencies of clients are measured in this process. 
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -21,6 +21,8 @@ from prometheus_client.registry import Collector
 from dovetail.protocol.messages import KeyWaits, Reported
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+KEY_DIGITS = 8  # hexadecimal digits of a key's digest that name it, as in the coordinator's metrics
+BY_KEY = "by the first digits of the digest of the API key"
 
 
 def _bounds(text: str) -> tuple[float, ...]:
@@ -37,10 +39,23 @@ WHOLE_S = _bounds("0.1 0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 48
 
 
 @dataclass
+class KeyUse:
+    """What the requests of one API key used since the server was started."""
+
+    replies: int = 0
+    """Replies with a token."""
+    prompt: int = 0
+    """Tokens of their prompts; a prompt counts once for each reply."""
+    completion: int = 0
+
+
+@dataclass
 class ReplyWatch:
-    """Measures the times of one reply as its client sees them."""
+    """Measures one reply as its client sees it: its times and its tokens."""
 
     began_s: float
+    prompt: int
+    use: KeyUse
     first: Histogram
     between: Histogram
     whole: Histogram
@@ -49,7 +64,10 @@ class ReplyWatch:
     def tokens(self, count: int) -> None:
         """Count tokens of the reply."""
         now_s = time.monotonic()
+        self.use.completion += count
         if self.last_s is None:
+            self.use.replies += 1
+            self.use.prompt += self.prompt
             self.first.observe(now_s - self.began_s)
         else:
             self.between.observe((now_s - self.last_s) / max(1, count))
@@ -65,7 +83,9 @@ class Exposition:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._state = _State()
+        self.used: dict[str, KeyUse] = {}
+        """By API key, as `KEY_DIGITS` of its digest; empty: requests without a key."""
+        self._state = _State(self.used)
         self._registry.register(self._state)
         disable_created_metrics()  # type: ignore[no-untyped-call]  # vLLM has none
         self._first = self._times(
@@ -93,10 +113,13 @@ class Exposition:
     def _times(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
         return Histogram(name, text, ("model_name",), buckets=bounds, registry=self._registry)
 
-    def watch(self, model: str, began_s: float) -> "ReplyWatch":
-        """Return a stopwatch for a reply of this model to a request that arrived then."""
+    def watch(self, model: str, began_s: float, owner: str = "", prompt: int = 0) -> ReplyWatch:
+        """Return a watch for a reply of this model, to a request that arrived then. `owner`: the
+        digest of its API key; `prompt`: the tokens of the prompt."""
         return ReplyWatch(
             began_s,
+            prompt,
+            self.used.setdefault(owner[:KEY_DIGITS], KeyUse()),
             self._first.labels(model),
             self._between.labels(model),
             self._whole.labels(model),
@@ -126,12 +149,26 @@ class _State(Collector):
     model: str = ""
     let_go: int = 0
 
+    def __init__(self, used: Mapping[str, KeyUse]) -> None:
+        self._used = used
+
     def collect(self) -> Iterator[Metric]:
         reported = self.reported
         yield _counter(
             "dovetail_http_let_go",
             "HTTP clients that read nothing and were disconnected.",
             self.let_go,
+        )
+        yield _family(
+            CounterMetricFamily,
+            "dovetail_tokens",
+            f"Tokens of prompts and replies over HTTP, {BY_KEY}.",
+            ("key", "kind"),
+            [
+                ((key, kind), getattr(use, kind))
+                for key, use in self._used.items()
+                for kind in ("prompt", "completion")
+            ],
         )
         yield _gauge("dovetail_up", "Whether the coordinator answers.", float(reported is not None))
         if reported is not None:
@@ -290,6 +327,6 @@ def _counter(name: str, text: str, value: float, model: str | None = None) -> Me
 
 
 def _of_keys(name: str, text: str, queue: Sequence[KeyWaits], field: str) -> Metric:
-    text = f"{text}, by the first digits of the digest of the API key."
+    text = f"{text}, {BY_KEY}."
     values = [((own.key,), getattr(own, field)) for own in queue]
     return _family(GaugeMetricFamily, f"dovetail_queue_{name}", text, ("key",), values)

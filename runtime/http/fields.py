@@ -14,7 +14,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), ()),
     "max_completion_tokens": (),
@@ -24,34 +24,29 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "top_logprobs": (0,),
     "echo": (False,),
-    # structured output, under any name
-    **dict.fromkeys(("grammar", "regex", "ebnf", "format"), ("",)),
+    # structured output that is not served
+    "format": ("",),
     "grammar_lazy": (False,),
     "grammar_triggers": ([],),
-    "guided_choice": ([],),
-    "json_schema": ({},),
-    **dict.fromkeys(("structural_tag", "structured_outputs", "guided_json", "guided_regex"), ()),
-    **dict.fromkeys(("guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern"), ()),
+    "structural_tag": (),
     # samplers
     **dict.fromkeys(("samplers", "logits_processors", "bad_words"), ([],)),
     **dict.fromkeys(("use_beam_search", "early_stopping", "penalize_nl", "watermark"), (False,)),
-    **dict.fromkeys(("length_penalty", "typical_p", "typ_p", "tfs_z", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("length_penalty", "typical_p", "typ_p", "tfs_z"), (1,)),
     **dict.fromkeys(("do_sample", "custom_logit_processor", "allowed_token_ids"), ()),
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "smoothing_factor"), (0,)),
     **dict.fromkeys(("dynatemp_range", "mirostat", "mirostat_mode", "xtc_probability"), (0,)),
     **dict.fromkeys(("dry_multiplier", "no_repeat_ngram_size"), (0,)),
     "top_n_sigma": (0, -1),
-    "repeat_last_n": (0, 64, -1),
+    "repeat_last_n": (-1,),
     "min_keep": (0, 1),
     "custom_params": ({},),
     "vllm_xargs": ({},),
     # the length and the end of a reply
-    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "random_seed"), ()),
     "thinking_token_budget": (),
     **dict.fromkeys(("min_new_tokens", "n_keep", "n_discard"), (0,)),
     "t_max_predict_ms": (0, -1),
     "stop_regex": ([],),
-    "stop_sequences": ([],),
     "no_stop_trim": (False,),
     "include_stop_str_in_output": (False,),
     # the prompt
@@ -73,7 +68,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "top_n_tokens": (0,),
     **dict.fromkeys(("post_sampling_probs", "return_token_ids", "return_tokens"), (False,)),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_hidden_states"), (False,)),
-    **dict.fromkeys(("return_progress", "return_full_text", "timings_per_token"), (False,)),
+    **dict.fromkeys(("return_full_text", "timings_per_token"), (False,)),
     **dict.fromkeys(("decoder_input_details", "details", "raw_output"), (False,)),
     **dict.fromkeys(("thinking_forced_open", "parse_tool_calls"), (False,)),
     "skip_special_tokens": (True,),
@@ -82,15 +77,19 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
 }
 """Unsupported fields, or those of the other kind, with values without effect."""
 
-INSTEAD: Mapping[str, str] = {
+RENAMED: Mapping[str, str] = {
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "min_new_tokens": "min_tokens",
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "random_seed": "seed",
+}
+"""Fields of other servers that are accepted -> those of the same meaning."""
+
+INSTEAD: Mapping[str, str] = {
+    "max_length": "max_tokens",
+    "min_new_tokens": "min_tokens",
     "n_probs": "logprobs, in a chat with top_logprobs",
     "top_n_tokens": "logprobs, in a chat with top_logprobs",
     "system": "a message with the role system",
@@ -105,15 +104,34 @@ INSTEAD: Mapping[str, str] = {
 BENIGN = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls", "priority"),
+        *("prompt_cache_retention", "prompt_cache_options", "priority"),
         *("request_id", "rid", "cache_prompt", "id_slot", "slot_id"),
         *("spaces_between_special_tokens", "include_reasoning", "xtc_threshold", "dry_base"),
         *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau"),
         *("mirostat_eta", "dynatemp_exponent", "smoothing_curve", "speculative.n_max"),
         *("speculative.n_min", "speculative.p_min", "keep_alive"),
+        "guided_decoding_backend",
     )
 )
 """Fields that change no reply: accounts, routing, numbers of unused samplers."""
+
+
+def renamed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body with our names of fields; raise `ApiError` if one is given under two names. A
+    window of penalties is no matter without `repeat_penalty`, and must otherwise be the whole
+    context, as ours is."""
+    fields: dict[str, Any] = {}
+    for name, value in body.items():
+        here = RENAMED.get(name, name)
+        if value is not None and fields.get(here) not in (None, value):
+            other = next(one for one in body if one != name and RENAMED.get(one, one) == here)
+            text = f"{other} and {name} mean the same, but differ: leave one out"
+            raise ApiError(400, text, param=name)
+        if fields.get(here) is None:
+            fields[here] = value
+    if fields.get("repetition_penalty") in (None, 1) and fields.get("repeat_last_n") in (0, 64):
+        del fields["repeat_last_n"]
+    return fields
 
 
 def check_fields(

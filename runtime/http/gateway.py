@@ -34,6 +34,7 @@ from dovetail.protocol.messages import (
     LoadingState,
     Look,
     Message,
+    PromptRead,
     PromptScored,
     Recall,
     Recalled,
@@ -353,6 +354,9 @@ class Gateway:
             case Emitted() | PromptScored():
                 if (asked := self._asked.get(reply.request)) is not None:
                     asked.count(reply)
+                    asked.tell(reply)
+            case PromptRead():
+                if (asked := self._asked.get(reply.request)) is not None:
                     asked.tell(reply)
             case Finished():
                 if (

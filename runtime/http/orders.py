@@ -5,12 +5,11 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Submit
+from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Constraint, Submit
 from dovetail.protocol.noise import random_seed
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.http.asked import RequestTarget
@@ -24,7 +23,18 @@ from dovetail.runtime.http.bodies import (
 )
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.session.request import begun, check_ids, check_least, too_long
-from dovetail.runtime.text.tokenizer import against_values
+from dovetail.runtime.text.tokenizer import NO_VALUES, against_values
+from dovetail.runtime.tools.conversation import (
+    Reading,
+    check_support,
+    is_thinking,
+    reading_of,
+    template_messages,
+    thinking_values,
+    tool_use,
+)
+from dovetail.runtime.tools.grammars import Refused, constraint_of
+from dovetail.runtime.tools.support import support_of
 
 COMPLETION_TOKENS = 16  # tokens of a text completion without `max_tokens`: OpenAI's default
 OVERRIDES = (
@@ -48,6 +58,12 @@ class Defaults:
     template: Mapping[str, Any] = field(default_factory=dict)  # values for the chat template
     fit: bool = True
     """False: refuse a max_tokens that does not fit into the context instead of lowering it."""
+    special_tokens: bool = False
+    """True: control tokens in messages are control tokens of the prompt."""
+    reasoning: Literal["split", "inline"] = "split"
+    """Whether thoughts are kept apart from the text of a reply."""
+    tools: Literal["constrained", "free"] = "constrained"
+    """Whether a grammar keeps calls to the tools' schemas."""
 
 
 @dataclass(frozen=True)
@@ -61,35 +77,50 @@ class Order:
     usage_chunk: bool
     usage_always: bool
     wishes: Wishes
+    progress: bool = False  # whether a stream has the progress of its prompt
     logprobs: int | None = None  # the number of alternatives with log-probabilities for each token
     echo: tuple[str, ...] | None = None  # the prompts as text, if returned before the replies
     name: str = ""  # the id of the response, which is unguessable
     asked: int = 0  # the max_tokens of the request; 0 if it has none
+    reading: Reading | None = None  # how the replies are read; None: as plain text
     created: int = 0  # when the request arrived, in seconds since 1970
 
     @property
     def echoed(self) -> bool:
         return self.echo is not None
 
+    def under(self, constraint: Constraint) -> "Order":
+        """Return the order with a grammar for all its replies."""
+        update = {"constraint": constraint}
+        return replace(self, submits=tuple(one.model_copy(update=update) for one in self.submits))
+
     def prompt(self, index: int) -> str:
         """Return the prompt's text, if it is returned before the reply; else empty."""
         return self.echo[index // self.copies] if self.echo is not None else ""
 
 
-def chat_order(body: ChatBody, target: RequestTarget, defaults: Defaults, owner: str = "") -> Order:
-    """Return the request of a chat completion."""
+def chat_order(
+    body: ChatBody,
+    target: RequestTarget,
+    defaults: Defaults,
+    owner: str = "",
+    answer: Constraint | None = None,
+) -> Order:
+    """Return the request of a chat completion. `answer`: the grammar that it has."""
     _check_best_of(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(
             400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs"
         )
-    prompt = _messages(body, target, defaults.template)
+    prompt, reading, constraint = _conversation(body, target, defaults, answer)
     most = getattr(body, _length_field(body)) or defaults.sampling.max_tokens
     _check_room(body, [prompt], target, defaults)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _order(
+    order = _order(
         "chat", body, [prompt], target, defaults, owner=owner, most=most, logprobs=logprobs
     )
+    order = order if constraint is None else order.under(constraint)
+    return replace(order, reading=reading)
 
 
 def completion_order(
@@ -128,12 +159,16 @@ def completion_order(
 
 def tokens_of(body: TokenizeBody, target: RequestTarget, defaults: Defaults) -> tuple[int, ...]:
     """Return the token ids of a text or of messages."""
-    if (body.prompt is None) == (body.messages is None):
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
         raise ApiError(400, "give either a prompt or messages", param="prompt")
-    with _refusing("prompt" if body.prompt is not None else "messages"):
+    with _refusing(given[0]):
+        if body.content is not None:
+            return target.text.encode(body.content, special=body.add_special)
         if body.prompt is not None:
             return target.text.encode(body.prompt, special=body.add_special_tokens)
-        return _rendered(body, target, defaults.template, reply=body.add_generation_prompt)
+        text = _rendered(body, target, defaults, tools=body.tools, reply=body.add_generation_prompt)
+        return target.text.encode_rendered(text)
 
 
 def _order(
@@ -177,6 +212,7 @@ def _order(
             tree=defaults.tree,
             speculate=defaults.speculate and wishes.speculate,
             ahead=defaults.ahead,
+            progress=True,
         )
 
     return Order(
@@ -189,6 +225,7 @@ def _order(
         usage_chunk=body.usage_chunk,
         usage_always=body.usage_always,
         wishes=wishes,
+        progress=bool(body.return_progress and body.stream),
         logprobs=logprobs,
         echo=echo,
         asked=getattr(body, _length_field(body)) or 0,
@@ -278,28 +315,70 @@ def _end(body: Decoding, target: RequestTarget) -> tuple[int, ...] | None:
 # -- prompts ---------------------------------------------------------------------------------------
 
 
-def _messages(
-    body: ChatBody, target: RequestTarget, defaults: Mapping[str, Any]
-) -> tuple[int, ...]:
+def _conversation(
+    body: ChatBody, target: RequestTarget, defaults: Defaults, answer: Constraint | None
+) -> tuple[tuple[int, ...], Reading | None, Constraint | None]:
+    """Return the prompt of a chat, how its reply is read, and the grammar of the whole reply."""
+    use = tool_use(body)
+    support = support_of(target.text)
+    check_support(use, support)
     with _refusing("messages"):
-        return _checked(_rendered(body, target, defaults), target)
+        text = _rendered(
+            body, target, defaults, tools=use.shown or None, values=thinking_values(body)
+        )
+        prompt = _checked(target.text.encode_rendered(text), target)
+    reading = reading_of(use, support, text, split=defaults.reasoning == "split")
+    if use.required and answer is not None:
+        why = "a call is demanded and the reply has a grammar: leave tool_choice or the grammar out"
+        raise ApiError(400, why, param="tool_choice")
+    if use.callable and defaults.tools == "free":
+        if use.required:
+            why = "a call cannot be demanded without a grammar (http.tools is free)"
+            raise ApiError(400, f"{why}: leave tool_choice out", param="tool_choice")
+        return prompt, reading, answer
+    if not use.callable and (answer is None or support.thoughts is None):
+        return prompt, reading, answer
+    with _refusing("tools"):
+        try:
+            thinking = is_thinking(support.thoughts, text)
+            constraint = constraint_of(use, support, target.text, thinking=thinking, answer=answer)
+        except Refused as error:
+            param, code = f"tools[{error.place}].function.parameters", "unsupported_schema"
+            raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
+    return prompt, reading, constraint
 
 
 def _rendered(
     body: ChatBody | TokenizeBody,
     target: RequestTarget,
-    defaults: Mapping[str, Any],
+    defaults: Defaults,
     *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    values: Mapping[str, Any] = NO_VALUES,
     reply: bool = True,
-) -> tuple[int, ...]:
-    """Return the token ids of messages in the target's chat template."""
-    messages = [(message.role, message.text) for message in body.messages or ()]
-    texts = [[text] if isinstance(text, str) else text for _, text in messages]
-    _check_length(chain.from_iterable(texts), target)
-    values = _template_values(body.chat_template_kwargs, target, defaults)
-    text = target.text.render_messages(messages, reply=reply, values=values)
+) -> str:
+    """Return messages in the target's chat template."""
+    messages = template_messages(body.messages or ())
+    _check_length(_texts([messages, tools]), target)
+    given = _template_values(body.chat_template_kwargs, target, defaults.template)
+    text = target.text.render_messages(
+        messages,
+        tools=tools,
+        reply=reply,
+        values={**given, **values},
+        special=defaults.special_tokens,
+    )
     _check_length([text], target)
-    return target.text.encode(text, special=False)
+    return text
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts within a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 @contextmanager

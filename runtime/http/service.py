@@ -3,6 +3,7 @@ deadline or the end of the server cancels running replies."""
 
 import asyncio
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -16,17 +17,19 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dovetail.protocol.messages import Emitted, Reported
-from dovetail.runtime.http.asked import RequestTarget
+from dovetail.protocol.messages import Emitted, PromptRead, Reported
+from dovetail.runtime.http.apis.openai import open_writer
+from dovetail.runtime.http.apis.writers import OpenWriter, Writer
+from dovetail.runtime.http.asked import Aliases, RequestTarget, Told
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from dovetail.runtime.http.dashboard import Shown
+from dovetail.runtime.http.constraints import Compilers
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.errors import ApiError, unavailable, unread
-from dovetail.runtime.http.exposition import Exposition
+from dovetail.runtime.http.exposition import Exposition, ReplyWatch
 from dovetail.runtime.http.gateway import Gateway
-from dovetail.runtime.http.guard import OWNER, STRAIGHT, UNREAD
 from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
-from dovetail.runtime.http.replies import Writer, error_event, open_writer
+from dovetail.runtime.http.pages.site import Front
+from dovetail.runtime.http.pages.watch import Shown, Watch
 from dovetail.runtime.http.resuming import (
     Resumed,
     check_same,
@@ -35,22 +38,23 @@ from dovetail.runtime.http.resuming import (
     remembered,
     ticketed,
 )
-from dovetail.runtime.http.server import Connections
+from dovetail.runtime.http.serving.guard import OWNER, STRAIGHT, UNREAD
+from dovetail.runtime.http.serving.server import Connections
 from dovetail.runtime.telemetry.picture import folder_name, load_of
 from dovetail.runtime.text.templates import RENDERERS
+from dovetail.runtime.text.tokenizer import TextCodec
 
 SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread
 REFUSAL_S = 1.0  # seconds without a token after which a stream's head, with its status, is sent
-SILENCE_S = 15.0  # seconds after which a silent stream gets a comment, for proxies (HTML standard)
+SILENCE_S = 5.0  # seconds after which a silent stream gets a comment, for proxies and clients
 CLIENT_GONE = 499  # nginx's status; the client has gone
-EVENT_STREAM = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # headers of a stream
 
 ChatOrTextBody = ChatBody | CompletionBody
 R = TypeVar("R")
+
+
+NO_ALIASES = Aliases()
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,15 @@ class Terms:
     called: Callable[[str], str] = folder_name  # returns a model's name in the dashboard
     version: str = ""
     keys: Sequence[str] = ()
+    aliases: Aliases = NO_ALIASES
+    """Other names of models."""
     deadline_s: float = 600.0
     most_body_bytes: int = 8 << 20
     only_local_names: bool = False
     cors: str = ""  # the setting http.cors
     dashboard: Shown = "off"
     """Whether there is a dashboard, and whether it shows the tokens of requests."""
+    page: Front = "off"  # the page at /
 
 
 class Service:
@@ -80,11 +87,30 @@ class Service:
         self.exposition = Exposition()
         self.began = int(time.time())
         self.runs: set[Run] = set()
+        self.watch = self._watch() if terms.dashboard != "off" else None
+        self._compilers = Compilers()
         self._reading = ThreadPoolExecutor(RENDERERS, "reading")
         self._readings: defaultdict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, RENDERERS // 2)
         )
         """Limits the concurrent tokenizations of each owner, so that none takes all threads."""
+
+    def _watch(self) -> Watch:
+        terms = self.terms
+        about = {
+            "version": terms.version,
+            "began": self.began,
+            "pid": os.getpid(),
+            "chat": terms.page == "chat",
+        }
+        return Watch(
+            self.gateway,
+            shown=terms.dashboard,
+            name=self.name_of,
+            called=terms.called,
+            about=about,
+            used=self.exposition.used,
+        )
 
     def end(self) -> None:
         """Fail all waiting requests, since the server ends."""
@@ -99,15 +125,24 @@ class Service:
         """Return the target; raise `ApiError` if there is none, or if a client requests another
         model."""
         target = await self.gateway.target()
-        if model is not None and model not in (self.name_of(target), target.described.model):
-            text = f"there is no model {model!r} here: {self.name_of(target)!r} is served"
+        name = self.name_of(target)
+        if (
+            model is not None
+            and model not in (name, target.described.model)
+            and not self.terms.aliases.covers(model, name)
+        ):
+            text = f"there is no model {model!r} here: {name!r} is served"
             raise ApiError(404, text, param="model", code="model_not_found")
         return target
 
-    async def answer(self, body: ChatOrTextBody, request: Request) -> Response:
-        """Return the response to a completion, or its rest if there is a Last-Event-ID."""
-        if not (event := request.headers.get("last-event-id", "")):
-            return await self._answer(body, request)
+    async def answer(
+        self, body: ChatOrTextBody, request: Request, write: OpenWriter | None = None
+    ) -> Response:
+        """Return the response to a completion, or its rest if there is a Last-Event-ID. `write`: in
+        the form of another API, which has no such ids."""
+        event = request.headers.get("last-event-id", "")
+        if not event or write is not None:
+            return await self._answer(body, request, write=write or open_writer)
         name, _ = read_event_id(event)
         if not name:
             raise no_event(event)
@@ -132,28 +167,32 @@ class Service:
         return await self._answer(body, request, Resumed(name, created, places))
 
     async def _answer(
-        self, body: ChatOrTextBody, request: Request, resumed: Resumed | None = None
+        self,
+        body: ChatOrTextBody,
+        request: Request,
+        resumed: Resumed | None = None,
+        write: OpenWriter = open_writer,
     ) -> Response:
-        run = Run(self.gateway)
+        run = Run(self.gateway, self.terms.deadline_s)
         self.runs.add(run)
-        deadline = asyncio.get_running_loop().call_later(
-            self.terms.deadline_s, run.fail, _late(self.terms.deadline_s)
-        )
         watching = asyncio.create_task(_until_gone(request, run))
 
         def done() -> None:
             self.runs.discard(run)
-            deadline.cancel()
             watching.cancel()
             run.close()
 
         try:
             owner = request.scope.get(OWNER, "")
-            writer, model = await self._begin(body, run, owner, resumed)
-            answer = Answer(run, writer, self.exposition, model)
+            writer, model = await self._begin(body, run, owner, resumed, write)
+            watches = [
+                self.exposition.watch(model, run.began_s, owner, reply.prompt_tokens)
+                for reply in writer.replies
+            ]
+            answer = Answer(run, writer, watches)
             if body.stream:
                 request.scope[UNREAD] = partial(run.fail, unread(self.connections.receive_s))
-                return Stream(answer, done)
+                return Stream(answer, writer.content_type, done)
             whole = await answer.whole()
         except Gone:
             done()
@@ -165,7 +204,12 @@ class Service:
         return json_response(whole)
 
     async def _begin(
-        self, body: ChatOrTextBody, run: Run, owner: str, resumed: Resumed | None
+        self,
+        body: ChatOrTextBody,
+        run: Run,
+        owner: str,
+        resumed: Resumed | None,
+        write: OpenWriter,
     ) -> tuple[Writer, str]:
         """Start the replies and wait for the first message; start again if the target changes."""
         for _ in range(2):
@@ -181,15 +225,24 @@ class Service:
                 self.gateway.forget_target()
                 continue
             places = resumed.places if resumed is not None else ()
-            writer = open_writer(order, target, self.name_of(target), places)
+            writer = write(order, target, self.name_of(target), places)
             return writer, self.name_of(target)
         raise unavailable("the target's vocabulary keeps changing: try again later")
 
+    async def prompt_of(self, body: ChatBody, request: Request) -> tuple[int, ...]:
+        """Return the token ids of a chat's prompt."""
+        target = await self.target(body.model)
+        order = await self._order(body, target, request.scope.get(OWNER, ""))
+        return order.submits[0].tokens or ()
+
     async def _order(self, body: ChatOrTextBody, target: RequestTarget, owner: str) -> Order:
+        constraint = await self._compilers.constraint(body, target)
+
         def read() -> Order:
             if isinstance(body, ChatBody):
-                return chat_order(body, target, self.terms.defaults, owner)
-            return completion_order(body, target, self.terms.defaults, owner)
+                return chat_order(body, target, self.terms.defaults, owner, constraint)
+            order = completion_order(body, target, self.terms.defaults, owner)
+            return order if constraint is None else order.under(constraint)
 
         return await self._read(read, body, owner)
 
@@ -210,6 +263,9 @@ class Service:
         tokens = await self._read(
             lambda: tokens_of(body, target, self.terms.defaults), body, request.scope.get(OWNER, "")
         )
+        if body.content is not None:
+            pieces = [{"id": one, "piece": _piece(target.text, one)} for one in tokens]
+            return {"tokens": pieces if body.with_pieces else list(tokens)}
         words = [target.text.token(token) for token in tokens] if body.return_token_strs else None
         return {
             "count": len(tokens),
@@ -231,11 +287,10 @@ class Service:
                 f"token id {beyond} is beyond the vocabulary of {target.described.vocabulary.size}",
                 param="tokens",
             )
-        return {
-            "prompt": await _here_or_elsewhere(
-                lambda: target.text.decode(body.tokens, special=True), len(body.tokens)
-            )
-        }
+        text = await _here_or_elsewhere(
+            lambda: target.text.decode(body.tokens, special=True), len(body.tokens)
+        )
+        return {"prompt": text, "content": text}  # vLLM's field, and llama-server's
 
     async def model(self, name: str | None = None) -> dict[str, Any]:
         """Return the served model, as OpenAI lists it."""
@@ -303,9 +358,9 @@ class Service:
 class Answer:
     """One response while it is written, with its metrics."""
 
-    def __init__(self, run: Run, writer: Writer, exposition: Exposition, model: str) -> None:
-        self._run, self._writer = run, writer
-        self._watches = [exposition.watch(model, run.began_s) for _ in writer.replies]
+    def __init__(self, run: Run, writer: Writer, watches: Sequence[ReplyWatch]) -> None:
+        self._run, self._writer, self._watches = run, writer, watches
+        self._read: PromptRead | None = None  # the last progress of a prompt, before any token
 
     async def whole(self) -> dict[str, Any]:
         """Return the response once it is complete."""
@@ -320,24 +375,39 @@ class Answer:
         """Yield the response as it is decoded, with comments while nothing arrives; any error is
         last."""
         try:
+            if opening := self._writer.opening():
+                yield opening.encode()
+            sent_s = time.monotonic()
             while True:
+                lines = ""
                 try:
-                    heard = await self._run.take(SILENCE_S)
+                    heard = await self._run.take(sent_s + SILENCE_S - time.monotonic())
+                    if not heard:
+                        break
+                    for index, told in heard:
+                        lines += self._line(index, told)
                 except TimeoutError:
-                    yield self._writer.comment
-                    continue
-                if not heard:
-                    break
-                said = ""
-                for index, told in heard:
-                    self._note(index, told)
-                    reply = self._writer.replies[index]
-                    said += self._writer.lines(reply, reply.hear(told))
-                if said:
-                    yield said.encode()
+                    heard = []
+                now_s = time.monotonic()
+                if lines:
+                    sent_s = now_s
+                    yield lines.encode()
+                elif not heard or now_s >= sent_s + SILENCE_S:
+                    sent_s = now_s
+                    yield self._writer.comment(self._read)
             yield self._writer.last_lines()
         except ApiError as error:
-            yield error_event(error)
+            yield self._writer.failed(error)
+
+    def _line(self, index: int, told: Told) -> str:
+        """Return what a stream gets for a message about a reply."""
+        if isinstance(told, PromptRead):
+            self._read = told
+            return self._writer.progress(told, index, time.monotonic() - self._run.began_s)
+        self._read = None
+        self._note(index, told)
+        reply = self._writer.replies[index]
+        return self._writer.lines(reply, reply.hear(told))
 
     def _note(self, index: int, told: Any) -> None:
         watch = self._watches[index]
@@ -348,10 +418,10 @@ class Answer:
 
 
 class Stream(Response):
-    """Server-sent events, written as they arrive; `done` is called in any case at the end."""
+    """A response written as it arrives; `done` is called in any case at the end."""
 
-    def __init__(self, answer: Answer, done: Callable[[], None]) -> None:
-        super().__init__(headers=EVENT_STREAM)
+    def __init__(self, answer: Answer, content_type: str, done: Callable[[], None]) -> None:
+        super().__init__(headers={"content-type": content_type, **STREAMED})
         del self.headers["content-length"]
         self._answer, self._done = answer, done
 
@@ -366,6 +436,15 @@ class Stream(Response):
             return
         finally:
             self._done()
+
+
+def _piece(text: TextCodec, token: int) -> str | list[int]:
+    """Return a token as text; as its bytes, if it is not valid text."""
+    piece = text.piece(token)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 async def _until_gone(request: Request, run: Run) -> None:
@@ -385,17 +464,11 @@ async def _here_or_elsewhere(work: Callable[[], R], size: int) -> R:
 def _size(body: ChatOrTextBody | TokenizeBody) -> int:
     """Return the number of characters or token ids to read; 0 for a chat."""
     given = body.prompt if isinstance(body, CompletionBody | TokenizeBody) else None
+    if isinstance(body, TokenizeBody) and given is None:
+        given = body.content
     if isinstance(given, list):
         return sum(1 if isinstance(part, int) else len(part) for part in given)
     return len(given or "")
-
-
-def _late(seconds: float) -> ApiError:
-    return ApiError(
-        504,
-        f"the request has taken longer than {seconds:g} s (http.deadline_s) and was cancelled",
-        code="timeout",
-    )
 
 
 def json_response(value: Any, status: int = 200, headers: Any = None) -> Response:

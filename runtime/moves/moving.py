@@ -221,6 +221,7 @@ class Moving:
         return (
             target.peer not in running.shunned
             and target.reads_as(running.target)
+            and target.obeys(running.session.request.constraint)
             and running.session.request.capacity <= target.limits.context
             and (
                 self._move_to == "any"

@@ -58,6 +58,7 @@ class ReadingAhead:
             max_tokens=0,
             least_capacity=session.request.capacity,
             logprobs=None,
+            constraint=None,
             record=False,
         )
         hello = Hello(epoch=self._epoch, roles=("client",), name="move", host="", pid=os.getpid())

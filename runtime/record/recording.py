@@ -22,6 +22,7 @@ from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import UserError, printable
 from dovetail.protocol.interruptions import uninterrupted
 from dovetail.protocol.messages import (
+    Constraint,
     Count,
     Ends,
     Hello,
@@ -56,12 +57,14 @@ class RecordedRequest(Frozen):
     record: bool
     logprobs: int | None
     scored: bool
+    blocks: bytes = b""
+    constraint: Constraint | None = None
 
 
 class From(Frozen):
     """`kept.Base`."""
 
-    session: Count
+    session: Count | None
     tokens: Count
     shared: bool = False
 

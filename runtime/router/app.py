@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter
 
 from dovetail.runtime.http.errors import ApiError, not_served, unavailable, wrong_method
-from dovetail.runtime.http.guard import Message, Receive, Scope, Send, answer
+from dovetail.runtime.http.serving.guard import Message, Receive, Scope, Send, answer
 from dovetail.runtime.router.choice import (
     Replica,
     ReplicaLoad,
@@ -101,10 +101,18 @@ class Fleet:
         replica.ready = status == 200
 
 
-COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
-PASSED = (*COMPLETIONS, "/tokenize", "/detokenize", "/version", "/openapi.json")
+KEPT = ("/v1/chat/completions", "/v1/completions")
+COMPLETIONS = (
+    *(*KEPT, "/chat/completions", "/completions", "/completion", "/v1/responses", "/v1/messages"),
+    *("/api/chat", "/api/generate"),
+)
+PASSED = (
+    *(*COMPLETIONS, "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply-template"),
+    *("/props", "/slots", "/models", "/api/tags", "/api/ps", "/api/show", "/api/version"),
+    *("/version", "/openapi.json"),
+)
 MODELS = "/v1/models"
-AGAIN = tuple(f"{path}/" for path in COMPLETIONS)
+AGAIN = tuple(f"{path}/" for path in KEPT)
 """Below these paths a reply is requested again by its id."""
 BELOW = (f"{MODELS}/", *AGAIN)
 FULL = (429, 503)  # statuses of a replica without room or without a target
@@ -121,7 +129,8 @@ NOTHING = Wanted((), 0.0, 0.0)
 class Call:
     """One request of a client, with its present connection to a replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
+        self.path = path
         self.gone = self.headed = False
         """`headed`: the client has the head of a stream, but no data."""
         self.connection: Connection | None = None
@@ -161,7 +170,7 @@ class Front(ABC):
             wrong = wrong_method(scope["method"], path, "GET")
             await (answer(wrong, send) if scope["method"] != "GET" else own[path](send))
         elif self._passes(path):
-            body, call = await _whole(receive), Call()
+            body, call = await _whole(receive), Call(scope["path"])
             self._calls.add(call)
             watching = _watch(receive, call)
             try:
@@ -170,7 +179,7 @@ class Front(ABC):
                 self._calls.discard(call)
                 watching.cancel()
         else:
-            await answer(not_served(scope["method"], path), send)
+            await answer(not_served(scope["method"], path), send, path)
 
     @abstractmethod
     def _passes(self, path: str) -> bool:
@@ -258,7 +267,7 @@ class Front(ABC):
             event = f"data: {text}\n\n".encode()
             await send({"type": "http.response.body", "body": event})
         elif isinstance(refusal, ApiError):
-            await answer(refusal, send)
+            await answer(refusal, send, call.path)
         else:
             head, content = refusal
             await send(head)
@@ -401,7 +410,8 @@ def _wanted(scope: Scope, body: bytes) -> Wanted:
         fields = json.loads(body)
     except (ValueError, RecursionError):  # its replica reports it
         return NOTHING
-    return wanted(fields, dict(scope["headers"]).get(b"authorization", b""))
+    headers = dict(scope["headers"])
+    return wanted(fields, headers.get(b"authorization") or headers.get(b"x-api-key", b""))
 
 
 def _headers(scope: Scope, url: str) -> list[tuple[bytes, bytes]]:

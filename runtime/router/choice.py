@@ -247,11 +247,11 @@ def _mean(rates: Sequence[Rate]) -> Rate:
 
 def _text(fields: Mapping[Any, Any]) -> str:
     """Return the beginning of a request's text, in the order of its prefill."""
-    messages = fields.get("messages")
+    messages = fields.get("messages", fields.get("input"))
     if isinstance(messages, list):
-        parts = [part for message in messages for part in _parts(message)]
-        return "\0".join(parts)
-    prompt = fields.get("prompt")
+        system = {"role": "system", "content": fields.get("system", fields.get("instructions"))}
+        return "\0".join(part for message in (system, *messages) for part in _parts(message))
+    prompt = fields.get("prompt", messages)
     if isinstance(prompt, list):
         first = prompt[0] if prompt else ""
         return first if isinstance(first, str) else " ".join(map(str, prompt))

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from dovetail.protocol.memory import read_room
 from dovetail.runtime.http.errors import ApiError, unavailable
-from dovetail.runtime.http.guard import Message, Scope, Send
+from dovetail.runtime.http.serving.guard import Message, Scope, Send
 from dovetail.runtime.router.app import (
     AGAIN,
     LOOK_EVERY_S,

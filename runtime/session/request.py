@@ -5,17 +5,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
-from dovetail.protocol.messages import Open, Reads, Scored, TokenLogprobs
+from dovetail.protocol.messages import Constraint, Open, Reads, Scored, TokenLogprobs
+from dovetail.protocol.prefixes import TOKEN_BYTES as TOKEN_BYTES
+from dovetail.protocol.prefixes import digest_of
 from dovetail.protocol.settings import Sampling, TreeSettings
-
-TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Base:
     """The session whose cache another one reuses, and the number of reused tokens."""
 
-    session: int
+    session: int | None
+    """None: the rows are those of stored blocks."""
     tokens: int
     shared: bool = False
     """True if the base stays unchanged, running or kept; False if it was kept and is taken over."""
@@ -30,8 +31,8 @@ class Kept:
     rows: int
     tokens: int
     """Tokens that the worker may have in its log, including some beyond the end of the reply."""
-    owner: str = ""
-    """The owner of the request: no other owner may reuse it, or find out how much of a prompt was
+    scope: str = ""
+    """The scope of the request: no other scope may reuse it, or find out how much of a prompt was
     sent before."""
 
 
@@ -54,10 +55,16 @@ class Request:
     vocabulary_size: int
     stop: tuple[str, ...] = ()
     record: bool = False
+    progress: bool = False
     logprobs: int | None = None
     scored: bool = False
     owner: str = ""
+    scope: str = ""
+    """Whose cached rows the request may reuse: those of requests with the same scope."""
+    blocks: bytes = b""
+    """The scope of stored blocks; empty: none are stored or reused."""
     least_capacity: int = 0
+    constraint: Constraint | None = None
     packed: bytes = field(init=False, repr=False)
     """The prompt in the form that the prefix cache compares; computed with the request, when a
     millisecond does not matter."""
@@ -104,9 +111,11 @@ class Request:
             vocabulary_size=self.vocabulary_size,
             end=self.end,
             sampling=self.sampling,
+            constraint=self.constraint,
             tree=self.tree,
             features=reads,
             replied=len(log) - len(self.prompt),
+            scope=self.blocks if self.may_reuse else b"",
         )
 
     def for_target(
@@ -123,21 +132,29 @@ class Request:
         return command.model_copy(update=own)
 
 
-def for_draft(command: Open, base: Base | None) -> Open:
-    """Return the command for the draft."""
-    if base is None:
-        return command
-    return command.model_copy(update=_going_on_from(base))
+def for_draft(command: Open, base: Base | None, fingerprint: str) -> Open:
+    """Return the command for the draft; `fingerprint`: of its target."""
+    own = {} if base is None else _going_on_from(base)
+    if command.features is not None:
+        own["scope"] = draft_scope(command.scope, fingerprint)
+    return command.model_copy(update=own) if own else command
+
+
+def draft_scope(scope: bytes, fingerprint: str) -> bytes:
+    """Return the scope of the blocks of a draft that reads this target, on which its rows
+    depend."""
+    return digest_of(scope, fingerprint) if scope else scope
 
 
 def _going_on_from(base: Base) -> dict[str, object]:
-    return {"base": base.session, "kept": base.tokens, "shared": base.shared}
+    stored = base.session is None
+    return {"base": base.session, "kept": base.tokens, "shared": base.shared and not stored}
 
 
 def base_of(command: Open) -> Base | None:
     """Return the session that a command reuses, if any."""
     if command.base is None:
-        return None
+        return Base(None, command.kept, True) if command.kept else None
     return Base(command.base, command.kept, command.shared)
 
 

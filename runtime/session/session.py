@@ -140,7 +140,7 @@ class Session(SessionState):
         """Make the draft prefill this many tokens of the log; `round`: the one completed by the
         next token."""
         base = self.draft_sync.base if self.draft_sync is not None else None
-        return Ask("draft", for_draft(self._open(tokens, round), base))
+        return Ask("draft", for_draft(self._open(tokens, round), base, self.fingerprint))
 
     def prefilled(self, event: Prefilled) -> list[Action]:
         """Send the draft the target's features of the draft's part of the log."""
@@ -202,6 +202,7 @@ class Session(SessionState):
             self._scores.check_whole(self.request)
         self._take_over()
         self._placement, self._read_by = event.placement, event.read_by
+        self._reused_from = event.restored or ("" if self.target_base is None else "session")
         margins = (event.margin or 0.0,)
         if self._prompt_read:
             features = self._features.of_root

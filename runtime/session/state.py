@@ -2,8 +2,16 @@
 
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
+from typing import Literal
 
-from dovetail.protocol.messages import MAX_MOVES, Drafted, FinishReason, Result, TokenLogprobs
+from dovetail.protocol.messages import (
+    MAX_MOVES,
+    Drafted,
+    FinishReason,
+    Followed,
+    Result,
+    TokenLogprobs,
+)
 from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.session.draft_sync import DraftSync, FeatureRows
 from dovetail.runtime.session.request import Base, Kept, PromptScores, Request, pack
@@ -61,6 +69,7 @@ class SessionState:
     _hold: bool = False  # True if the target is to hold the features of this round
     _prompt_read: bool = False  # True if a target has prefilled the prompt
     _reused: int = 0  # tokens of the prompt that the target reused from an earlier session
+    _reused_from: Literal["", "session", "memory", "disk"] = ""
     _placement: str = ""  # the devices of its target's layers, in words
     _read_by: str = ""  # the device that prefilled the log; empty: those that compute the model
     _moved: bool = False  # True if another target prefills the log
@@ -177,7 +186,7 @@ class SessionState:
             self.packed(),
             rows,
             self.length + 1 + self.request.most_levels,
-            self.request.owner,
+            self.request.scope,
         )
 
     def packed(self, tokens: int | None = None) -> bytes:
@@ -190,6 +199,13 @@ class SessionState:
         if role == "target":
             return self.target_base
         return self.draft_sync.base if self.draft_sync is not None else None
+
+    def _followed(self, reason: FinishReason) -> Followed | None:
+        """Return how the reply followed its grammar, if it had one."""
+        if (own := self.request.constraint) is None:
+            return None
+        ended = reason == "stop" and self.tokens[-1:] != [] and self.tokens[-1] in self.request.end
+        return Followed(kind=own.kind, engine=own.engine, relaxed=own.relaxed, complete=ended)
 
     def result(self, now_ns: int, reason: FinishReason) -> Result:
         """Return the reply and its figures."""
@@ -204,7 +220,9 @@ class SessionState:
             fingerprints=tuple(self._served[-MAX_MOVES:]) if len(self._served) > 1 else (),
             moves=self.moves,
             reused_tokens=self._reused,
+            reused_from=self._reused_from if self._reused else "",
             placement=self._placement,
             prefill=self._read_by or "local",
+            constraint=self._followed(reason),
             **self.accounts.figures(now_ns, len(self.tokens) - self.restored),
         )

@@ -20,6 +20,7 @@ from dovetail.runtime.telemetry.picture import (
     process_figures,
     share,
     speculation,
+    speedup,
     tree_picture,
 )
 
@@ -190,6 +191,8 @@ class LiveStats:
             },
             "processes": process_figures(state, self._before),
             "speculation": speculation(state),
+            "speedup": speedup(state),
+            "occupied": round(state.totals.occupied, 3),
             "degraded": state.degraded,
             "reasons": [*state.reasons, *filter(None, [state.totals.queue_words])],
             "faults": [fault.model_dump() for fault in state.faults],

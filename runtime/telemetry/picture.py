@@ -113,6 +113,24 @@ def pair_figures(pair: PairState) -> dict[str, Any]:
     }
 
 
+def speedup(state: Reported) -> dict[str, float] | None:
+    """Return the recent rate of a stream, the rate that the target alone would reach, as predicted,
+    and their quotient, of the pair with the most rounds; None before a pair has both."""
+    known = [
+        (pair.rounds, pair.tokens_per_s, pair.alone_tokens_per_s)
+        for pair in state.pairs
+        if pair.tokens_per_s and pair.alone_tokens_per_s
+    ]
+    if not known:
+        return None
+    _, rate, alone = max(known)
+    return {
+        "times": round(rate / alone, 3),
+        "tokens_per_s": round(rate, 3),
+        "alone_tokens_per_s": round(alone, 3),
+    }
+
+
 def process_figures(state: Reported, before: Reported | None) -> list[dict[str, Any]]:
     """Return the processes of a report with their CPU load in cores since the previous report."""
     used = {(one.host, one.pid): one.cpu_s for one in before.processes} if before else {}

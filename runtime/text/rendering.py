@@ -6,6 +6,7 @@ CPU time and memory, and kills it with its parent. The only door to `jinja2`.
 """
 
 import ctypes
+import hashlib
 import json
 import os
 import resource
@@ -29,8 +30,9 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 OUT_OF_MEMORY = 3  # exit code of a process that ran out of memory
 MARK = 7130295184  # in a trial, this and a number replace a text: templates do not change digits
 
-Content = str | list[dict[str, str]]
+Content = str | list[dict[str, str]] | None
 Message = dict[str, Any]
+Repair = Callable[[list[Message]], list[Message]]
 
 
 class _Limit(Exception):
@@ -127,12 +129,16 @@ def _in_form(form: int, content: Content) -> Content:
     """Return a message's content unchanged (0), as one string (1) or as one part (2)."""
     if form == 0:
         return content
+    if content is None:
+        return ""
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     return text if form == 1 else [{"type": "text", "text": text}]
 
 
-def _marked(content: Content, first: int) -> tuple[Content, list[str]]:
-    """Return a content with marks in place of non-blank texts, and the marks."""
+def _marked(message: Message, first: int) -> tuple[Message, list[str]]:
+    """Return a message with marks in place of its non-blank texts and the names of its calls, and
+    the marks."""
+    content: Content = message["content"]
     marks: list[str] = []
 
     def mark(text: str) -> str:
@@ -142,8 +148,16 @@ def _marked(content: Content, first: int) -> tuple[Content, list[str]]:
         return marks[-1]
 
     if isinstance(content, str):
-        return mark(content), marks
-    return [{**part, "text": mark(part["text"])} for part in content], marks
+        content = mark(content)
+    elif content is not None:
+        content = [{**part, "text": mark(part["text"])} for part in content]
+    marked = {**message, "content": content}
+    if calls := message.get("tool_calls"):
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": mark(call["function"]["name"])}}
+            for call in calls
+        ]
+    return marked, marks
 
 
 def _tried(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
@@ -160,9 +174,9 @@ def _shown(render: Callable[[list[Message]], str], messages: Sequence[Message]) 
     """Return for each message whether the template renders its text, and not a list's repr."""
     marked, every, count = [], [], 0
     for message in messages:
-        content, marks = _marked(message["content"], count)
+        shown, marks = _marked(message, count)
         count += len(marks)
-        marked.append({**message, "content": content})
+        marked.append(shown)
         every.append(marks)
     text = _tried(render, marked).lower()
     return [
@@ -199,7 +213,10 @@ def _formed(render: Callable[[list[Message]], str], messages: list[Message]) -> 
         later = [one["role"] for one in messages[place:-1]] if role != "system" else []
         if good or "assistant" in later:
             continue
-        changed = [*found[:place], {"role": role, "content": f"x{content}x"}, *found[place + 1 :]]
+        other = {**found[place], "content": f"x{content}x"}
+        changed = [*found[:place], other, *found[place + 1 :]]
+        if "tool_calls" in other:
+            raise _Limit(f"drops the tool calls of message {place + 1}: leave them out")
         if _tried(render, changed) == text or not isinstance(content, str):
             text = f"drops message {place + 1} (role {role!r:.40})"
             raise _Limit(f"{text}: move its text into another message")
@@ -217,7 +234,81 @@ def render(template: str, most: int, values: Mapping[str, Any]) -> str:
     def attempt(tried: list[Message]) -> str:
         return _rendered(compiled, most, {**values, "messages": tried})
 
-    return attempt(_formed(attempt, messages))
+    try:
+        return attempt(_formed(attempt, messages))
+    except MemoryError:
+        raise
+    except Exception:
+        for repair in REPAIRS:
+            repaired = repair(messages)
+            if repaired != messages:
+                messages = repaired
+                if text := _tried(lambda tried: attempt(_formed(attempt, tried)), messages):
+                    return text
+        raise
+
+
+# -- conversations that some templates refuse ------------------------------------------------------
+
+
+def _merged(messages: list[Message]) -> list[Message]:
+    """Join the leading system messages."""
+    count = next((i for i, one in enumerate(messages) if one["role"] not in SYSTEM), len(messages))
+    if count < 2:
+        return messages
+    texts = [str(_in_form(1, one["content"])) for one in messages[:count]]
+    return [{**messages[0], "content": "\n\n".join(texts)}, *messages[count:]]
+
+
+def _reminded(messages: list[Message]) -> list[Message]:
+    """Turn later system messages into a user's, joined with one beside it."""
+    found: list[Message] = messages[:1]
+    for one in messages[1:]:
+        if one["role"] in SYSTEM:
+            text = f"<system-reminder>\n{_in_form(1, one['content'])}\n</system-reminder>"
+            one = {"role": "user", "content": text}
+        if one["role"] == "user" == found[-1]["role"]:
+            texts = [str(_in_form(1, part["content"])) for part in (found[-1], one)]
+            found[-1] = {**found[-1], "content": "\n\n".join(texts)}
+        else:
+            found.append(one)
+    return found
+
+
+def _short_ids(messages: list[Message]) -> list[Message]:
+    """Give calls ids of nine letters and digits, which Mistral's templates demand."""
+
+    def short(name: Any) -> str:
+        return hashlib.sha256(str(name).encode("utf-8", "replace")).hexdigest()[:9]
+
+    found = []
+    for one in messages:
+        if "tool_call_id" in one:
+            one = {**one, "tool_call_id": short(one["tool_call_id"])}
+        if calls := one.get("tool_calls"):
+            one = {**one, "tool_calls": [{**call, "id": short(call.get("id"))} for call in calls]}
+        found.append(one)
+    return found
+
+
+def _text_arguments(messages: list[Message]) -> list[Message]:
+    """Give calls their arguments as JSON text, for templates that print them unchanged."""
+
+    def text(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
+
+    return [
+        {**one, "tool_calls": [text(call) for call in one["tool_calls"]]}
+        if one.get("tool_calls")
+        else one
+        for one in messages
+    ]
+
+
+SYSTEM = ("system", "developer")
+REPAIRS: tuple[Repair, ...] = (_merged, _reminded, _short_ids, _text_arguments)
+"""Changes of a conversation that its template refuses, tried one after the other and kept."""
 
 
 # -- the process -----------------------------------------------------------------------------------

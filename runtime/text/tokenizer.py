@@ -1,14 +1,15 @@
 """Text to token ids and back: the target's tokenizer, its chat template, and a detokenizer that
 never shows half a character and never raises. The only door to the `tokenizers` library. Everything
 comes from the bytes that the target sent with its Hello: the coordinator's machine needs no model
-files. Special tokens spelled out in a prompt are read as special tokens, as in transformers.
+files. Special tokens spelled out in a prompt are read as special tokens, as in transformers; those
+in messages are plain text, unless allowed.
 """
 
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -19,88 +20,10 @@ from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.memory import release_memory
 from dovetail.protocol.messages import Described, FinishReason, VocabularyFacts
 from dovetail.protocol.vocabulary import BYTE_OF_LETTER, BYTE_TOKEN, TokenTable
+from dovetail.runtime.text.chats import BREAK, ControlTokens, Message
 from dovetail.runtime.text.decoders import REPLACEMENT, flushed, open_stages, through
+from dovetail.runtime.text.stop_strings import StopStrings
 from dovetail.runtime.text.templates import INSTEAD, RENDERER
-
-
-@lru_cache(maxsize=256)
-def borders(pattern: str) -> tuple[int, ...]:
-    """Return for every prefix of a pattern the length of its longest proper border."""
-    found, length = [0], 0
-    for letter in pattern[1:]:
-        while length and pattern[length] != letter:
-            length = found[length - 1]
-        length += pattern[length] == letter
-        found.append(length)
-    return tuple(found)
-
-
-def advance(pattern: str, matched: int, text: str, *, early: bool = False) -> tuple[int, int]:
-    """Return how much of the pattern ends the text (`matched`: before `text`), and where its first
-    complete match ends in the text, 0: nowhere. `early`: ignore complete matches."""
-    shorter, place, whole = borders(pattern), 0, len(pattern)
-    while place < len(text):
-        if not matched:
-            place = text.find(pattern[0], place)
-            if place < 0:
-                return 0, 0
-        letter = text[place]
-        while matched and pattern[matched] != letter:
-            matched = shorter[matched - 1]
-        matched += pattern[matched] == letter
-        place += 1
-        if matched == whole:
-            if not early:
-                return matched, place
-            matched = shorter[matched - 1]
-    return matched, 0
-
-
-class StopStrings:
-    """Cuts a text before the first stop string, in linear time; holds back possible beginnings."""
-
-    def __init__(self, stops: Sequence[str], marks: str = "") -> None:
-        """`marks`: characters for hidden tokens; stop strings without marks ignore them."""
-        self._stops, self._marks = tuple(stops), frozenset(marks)
-        self._unmarked = dict.fromkeys(map(ord, marks)) if marks else None
-        self._held = ""
-        self._matched = [0] * len(self._stops)
-        """Characters of each stop string that are at the end of the text."""
-
-    def push(self, text: str, *, early: bool = False) -> tuple[str, bool]:
-        """Return the text to show, and whether a stop string is complete. `early`: ignore it."""
-        if not self._stops or not text:
-            return text, False
-        self._held += text
-        plain = text if self._unmarked is None else text.translate(self._unmarked)
-        starts, holds = list[int](), list[int]()
-        for number, stop in enumerate(self._stops):
-            blind = bool(self._marks) and self._marks.isdisjoint(stop)
-            read = plain if blind else text
-            self._matched[number], end = advance(stop, self._matched[number], read, early=early)
-            behind = len(read) - end if end else 0
-            last = self._back(len(self._held), behind, blind)
-            (starts if end else holds).append(
-                self._back(last, len(stop) if end else self._matched[number], blind)
-            )
-        if starts:
-            self._matched = [0] * len(self._stops)
-        cut = min(starts or holds)
-        shown, self._held = self._held[:cut], "" if starts else self._held[cut:]
-        return shown, bool(starts)
-
-    def _back(self, place: int, letters: int, blind: bool) -> int:
-        """Return the index `letters` before `place`; `blind`: not counting marks."""
-        while blind and letters:
-            place -= 1
-            letters -= self._held[place] not in self._marks
-        return place - letters
-
-    def flush(self) -> str:
-        """Return the text held back."""
-        held, self._held = self._held, ""
-        return held
-
 
 MAX_GROWTH = 64
 """The most characters that tokenizing or detokenizing may make of one; usually one or two."""
@@ -115,8 +38,8 @@ MARKS = "".join(map(chr, range(0xD800, 0xE000)))
 """Lone surrogates, which represent special tokens in the search for stop strings."""
 _STOP: FinishReason = "stop"
 _LENGTH: FinishReason = "length"
+ESCAPED_BREAK = json.dumps(BREAK)[1:-1]
 NO_TEMPLATE = "the model has no chat template"
-Content = str | Sequence[str]  # the content of a message: a text, or the texts of its parts
 
 
 def against_values(values: Mapping[str, Any], template: str) -> str:
@@ -141,10 +64,15 @@ def why_no_chats(template: str) -> str:
 
 
 def _given(
-    messages: Sequence[Mapping[str, Any]], *, reply: bool = True, begin: str = "", end: str = ""
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    reply: bool = True,
+    begin: str = "",
+    end: str = "",
 ) -> dict[str, Any]:
     """Return the values that every chat template gets, as in transformers."""
-    own = {"messages": messages, "add_generation_prompt": reply, "tools": None, "documents": None}
+    own = {"messages": messages, "add_generation_prompt": reply, "tools": tools, "documents": None}
     return {**own, "bos_token": begin, "eos_token": end}
 
 
@@ -170,9 +98,19 @@ class Spelling:
         token, since a normalizer may drop characters."""
         return len(text) // (2 * self.table.longest)
 
-    def detokenizer(self, prompt: Sequence[int] = (), *, special: bool = False) -> "Detokenizer":
-        """Return a detokenizer for the reply to this prompt. `special`: include special tokens."""
-        return Detokenizer(self, {} if special else self.table.special, prompt)
+    def detokenizer(
+        self, prompt: Sequence[int] = (), *, special: bool | Collection[str] = False
+    ) -> "Detokenizer":
+        """Return a detokenizer for the reply to this prompt. `special`: include special tokens, or
+        those within these texts."""
+        hidden = {} if special is True else self.table.special
+        if not isinstance(special, bool):
+            hidden = {
+                one: index
+                for one, index in hidden.items()
+                if not any(one in text for text in special)
+            }
+        return Detokenizer(self, hidden, prompt)
 
     def prompt_text(self, prompt: Sequence[int]) -> str:
         """Return a prompt's text, without an incomplete last character."""
@@ -195,6 +133,10 @@ class TextCodec(Spelling):
         self._byte_level = '"ByteLevel"' in json.dumps(self.decoder)
         self._pieces: dict[int, bytes] = {}
 
+    def has_token(self, text: str) -> bool:
+        """Return whether a text is one token."""
+        return self._tokenizer.token_to_id(text) is not None
+
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Return the token ids of text; `special`: with the tokenizer's special tokens around
         it."""
@@ -204,47 +146,65 @@ class TextCodec(Spelling):
         """Return the token ids of turns up to the next reply; plain text without a template."""
         if not self.facts.template:
             return self.encode("\n".join(turns))
+        roles = ("user", "assistant")
         return self.encode_messages(
-            [(("user", "assistant")[i % 2], turn) for i, turn in enumerate(turns)]
+            [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
         )
 
     def encode_messages(
         self,
-        messages: Sequence[tuple[str, Content]],
+        messages: Sequence[Message],
         *,
         reply: bool = True,
         values: Mapping[str, Any] = NO_VALUES,
     ) -> tuple[int, ...]:
         """Return the token ids of a text from `render_messages`."""
-        text = self.render_messages(messages, reply=reply, values=values)
-        return self.encode(text, special=False)
+        return self.encode_rendered(self.render_messages(messages, reply=reply, values=values))
 
     def render_messages(
         self,
-        messages: Sequence[tuple[str, Content]],
+        messages: Sequence[Message],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         reply: bool = True,
         values: Mapping[str, Any] = NO_VALUES,
+        special: bool = False,
     ) -> str:
-        """Render (role, content) with the chat template; may raise `RequestError`. `reply`: up to
-        the next reply. `values`: more values, none in `OWN_VALUES`."""
+        """Render messages with the chat template, for `encode_rendered`; may raise `RequestError`.
+        `tools`: OpenAI's. `reply`: up to the next reply. `values`: more values, none in
+        `OWN_VALUES`. `special`: control tokens in them are control tokens of the prompt, too."""
         if not self.facts.template:
             raise RequestError("settings", f"{NO_TEMPLATE}: {INSTEAD}")
         begin, end = (
             self._tokenizer.id_to_token(i) if i is not None else ""
             for i in (self.facts.begin, next(iter(self.facts.end), None))
         )
-        shown = [
-            {
-                "role": role,
-                "content": _valid(content)
-                if isinstance(content, str)
-                else [{"type": "text", "text": _valid(part)} for part in content],
-            }
-            for role, content in messages
-        ]
-        given = _given(shown, reply=reply, begin=begin or "", end=end or "")
-        return _valid(RENDERER.render(self.facts.template, {**given, **values}))
+        if not special:
+            control = self._control
+            messages = control.break_messages(messages)
+            tools, values = control.break_values(tools), control.break_values(values)
+        given = _given(messages, tools=tools, reply=reply, begin=begin or "", end=end or "")
+        text = _valid(RENDERER.render(self.facts.template, {**given, **values}))
+        return text.replace(ESCAPED_BREAK, BREAK) if "ensure_ascii" in self.facts.template else text
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a text whose breaks separate pieces."""
+        first, *others = text.split(BREAK)
+        ids = self._ids(first, special=False)
+        if others:  # after a newline, since some tokenizers put a space before a text
+            newline = self._ids("\n", special=False)
+            lines = [f"\n{one}" for one in others]
+            behind = self._tokenizer.encode_batch(lines, add_special_tokens=False)
+            for one, encoded in zip(others, behind, strict=True):
+                found = tuple(encoded.ids)
+                joined = found[: len(newline)] == newline
+                ids += found[len(newline) :] if joined else self._ids(one, special=False)
+        return ids
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return ControlTokens(((one.content, one.special) for one in added), self.facts.template)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of token ids; `special`: with special tokens spelled out."""

@@ -26,7 +26,7 @@ from dashboard.talking import talking
 from dovetail.launch.console.screen import Standing, page
 from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.processes.stack import Stack
-from dovetail.runtime.http.dashboard import EVERY_S, STATE_PATH
+from dovetail.runtime.http.pages.watch import EVERY_S, STATE_PATH
 from support.browser import Browser, chromium, find_chromium
 from support.inflated import inflated
 from support.patience import PATIENCE_S
@@ -100,7 +100,7 @@ def _photograph(
     browser: Browser, url: str, path: Path, width: int, height: int, *, dark: bool, whole: bool
 ) -> None:
     tab = browser.page()
-    tab.open(url, width=width, height=height, dark=dark)
+    tab.open(f"{url}/dashboard", width=width, height=height, dark=dark)
     deadline = time.monotonic() + PATIENCE_S
     while (
         not tab.value(LIVE) and time.monotonic() < deadline

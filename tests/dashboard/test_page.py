@@ -35,7 +35,7 @@ def check(page: Page, name: str) -> Any:
 @pytest.fixture
 def live(page: Page, server: Api) -> Iterator[Page]:
     """The page with a tree in it; it has nothing to complain of at the end."""
-    page.open(server.url)
+    page.open(f"{server.url}/dashboard")
     page.until(LIVE)
     page.until(DRAWN)
     yield page
@@ -43,7 +43,9 @@ def live(page: Page, server: Api) -> Iterator[Page]:
 
 
 def test_it_shows_workers_figures_and_a_tree_and_goes_on(live: Page) -> None:
-    assert " ".join(live.text("#speculation").split()) == "Speculation is on"
+    live.until("document.getElementById('headline').textContent.includes(' as fast as ')")
+    assert "without a draft" in live.text("#rates")
+    assert live.text("#speculation-words") == "Speculation is on"
     assert live.value("[...document.querySelectorAll('#workers h3')].map(h => h.textContent)") == [
         "target",
         "draft",
@@ -120,7 +122,7 @@ def test_fates_are_told_apart_without_colour(live: Page) -> None:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 360])
 def test_everything_can_be_read(page: Page, server: Api, width: int, dark: bool) -> None:
-    page.open(server.url, width=width, dark=dark)
+    page.open(f"{server.url}/dashboard", width=width, dark=dark)
     page.until(DRAWN)
     page.value("document.querySelector('#tree-details summary').click()")
     page.value("document.getElementById('pause').click()")
@@ -150,11 +152,12 @@ def test_the_switch_of_colours_goes_before_the_system(live: Page) -> None:
 
 def test_everything_is_reached_by_keys_and_seen_when_it_is(live: Page) -> None:
     reached = []
-    for _ in range(7):
+    for _ in range(8):
         live.press("Tab")
         reached.append(check(live, "focus"))
     assert [focus["name"] for focus in reached] == [
         "skip",
+        "to-chat",
         "pause",
         "theme",
         "session",
@@ -166,7 +169,7 @@ def test_everything_is_reached_by_keys_and_seen_when_it_is(live: Page) -> None:
 
 
 def test_keys_pause_it_and_have_it_go_on(live: Page) -> None:
-    for _ in range(2):
+    for _ in range(3):
         live.press("Tab")
     live.press("Enter")
     live.until("document.getElementById('link').dataset.state === 'paused'")
@@ -228,7 +231,7 @@ def test_a_hidden_page_asks_nothing(live: Page) -> None:
 
 
 def test_little_motion_is_none_for_who_wants_it_so(page: Page, server: Api) -> None:
-    page.open(server.url, still=True)
+    page.open(f"{server.url}/dashboard", still=True)
     page.until(DRAWN)
     assert page.value(
         "getComputedStyle(document.querySelector('.bar > span')).transitionDuration"
@@ -240,7 +243,7 @@ def test_what_peers_call_themselves_and_what_models_say_is_never_html(page: Page
         house.add(ScriptedTarget, "target", prefix="<b>", name=EVIL, model=f"/models/{EVIL}")
         house.add(ScriptedDraft, "draft", prefix="<b>", name=f"{EVIL}2", binding=EVIL)
         with api(house.address, "--policy=dynamic", "--tree.insist=true") as server:
-            page.open(server.url)
+            page.open(f"{server.url}/dashboard")
             page.until(LIVE)
             for first in range(50):
                 server.complete(prompt=[5, 6, 7 + first], max_tokens=30)
@@ -279,12 +282,12 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_no_texts_are_shown(
     file.write_text(KEY, encoding="utf-8")
     file.chmod(0o600)
     with api(stack.address, f"--http.api_key_file={file}") as keyed:
-        page.open(keyed.url)
+        page.open(f"{keyed.url}/dashboard")
         page.until("!document.getElementById('key-form').hidden")
         assert check(page, "focus")["name"] == "key"
         page.type("wrong-key-wrong-key")
         page.press("Enter")
-        page.until("document.getElementById('key-words').textContent.includes('does not take')")
+        page.until("document.getElementById('key-words').textContent.includes('does not accept')")
         page.type(KEY)
         page.value(
             "[...document.querySelectorAll('#key-form button')].find(button => "
@@ -301,7 +304,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_no_texts_are_shown(
         page.reload()
         page.until(LIVE)
         other = browser.page()
-        other.open(keyed.url)
+        other.open(f"{keyed.url}/dashboard")
         other.until("!document.getElementById('key-form').hidden")
         other.close()
 
@@ -309,7 +312,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_no_texts_are_shown(
 def test_it_says_that_the_server_has_gone_and_comes_back_with_it(page: Page) -> None:
     with backend() as house:
         with api(house.address) as first:
-            page.open(first.url)
+            page.open(f"{first.url}/dashboard")
             page.until(LIVE)
             port = first.address[1]
         page.until("document.getElementById('link').dataset.state === 'lost'")
@@ -324,7 +327,7 @@ def test_it_says_that_the_server_has_gone_and_comes_back_with_it(page: Page) -> 
 
 def test_it_says_that_the_coordinator_has_gone_and_who_came_instead(page: Page) -> None:
     with backend() as first, api(first.address) as server:
-        page.open(server.url)
+        page.open(f"{server.url}/dashboard")
         page.until(LIVE)
         address = first.address
         first.close()
@@ -337,7 +340,7 @@ def test_it_says_that_the_coordinator_has_gone_and_who_came_instead(page: Page) 
 
 def test_without_workers_and_without_a_draft_it_says_so(page: Page) -> None:
     with backend(target=False, draft=False) as house, api(house.address) as server:
-        page.open(server.url)
+        page.open(f"{server.url}/dashboard")
         page.until(LIVE)
         assert "is not possible: no target worker is registered" in page.text("#speculation")
         assert "No worker is registered" in page.text("#workers")
@@ -354,16 +357,12 @@ def test_without_workers_and_without_a_draft_it_says_so(page: Page) -> None:
 
 def test_without_scripts_it_says_what_to_do(page: Page, server: Api) -> None:
     page.call("Emulation.setScriptExecutionDisabled", value=True)
-    page.call("Page.navigate", url=server.url)
-    deadline, found = time.monotonic() + PATIENCE_S, 0
+    page.call("Page.navigate", url=f"{server.url}/dashboard")
+    deadline, found = time.monotonic() + PATIENCE_S, ""
     while not found:
         assert time.monotonic() < deadline, "where scripts run it is no element but text"
-        with contextlib.suppress(
-            AssertionError
-        ):  # the document may become another between the two questions
-            found = page.call(
-                "DOM.querySelector",
-                nodeId=page.call("DOM.getDocument")["root"]["nodeId"],
-                selector="noscript p",
-            )["nodeId"]
-    assert "dovetail top" in page.call("DOM.getOuterHTML", nodeId=found)["outerHTML"]
+        with contextlib.suppress(AssertionError):  # the document may be replaced between these
+            root = page.call("DOM.getDocument")["root"]["nodeId"]
+            node = page.call("DOM.querySelector", nodeId=root, selector="noscript p")["nodeId"]
+            found = page.call("DOM.getOuterHTML", nodeId=node)["outerHTML"] if node else ""
+    assert "dovetail top" in found

@@ -28,7 +28,7 @@ from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
-from dovetail.runtime.http.listening import refusal
+from dovetail.runtime.http.serving.listening import refusal
 from support.golden import a_worker
 from support.inflated import as_flags, inflated, kept_pair
 from support.models import tiny_llama

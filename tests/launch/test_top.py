@@ -84,7 +84,7 @@ def test_the_same_is_json_over_ipc_and_over_http(house: Backend, invoke: Run) ->
     near = json.loads(invoke("top", "--connect", house.address, "--json").stdout)
     with api(house.address) as server:
         far = json.loads(invoke("top", "--connect", server.url, "--json").stdout)
-    assert set(far) - set(near) == {"server", "every_s", "shown", "model"}
+    assert set(far) - set(near) == {"server", "every_s", "shown", "model", "keys"}
     assert near["coordinator"]["epoch"] == far["coordinator"]["epoch"]
     assert (
         [worker["name"] for worker in near["workers"]]

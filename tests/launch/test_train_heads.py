@@ -1,5 +1,5 @@
-"""`dovetail train eagle|eagle3|dovetail|jakiro` for the embedded target: the folder that it writes
-is what the draft loads, to the same logits."""
+"""`dovetail train KIND` for the embedded target: the folder that it writes is what the draft loads,
+to the same logits."""
 
 import json
 import shlex
@@ -26,10 +26,14 @@ from dovetail.launch.commands.train import command
 from dovetail.launch.training import run as training
 from dovetail.launch.training.run import TrainingOptions, show_progress, train_head
 from dovetail.protocol.errors import UserError
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.heads.files import open_files
-from dovetail.workers.heads.head import classify, open_head
+from dovetail.workers.heads.head import Head, classify, open_head
+from dovetail.workers.heads.mtp.layers import open_mtp
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.segment import Segment
+from dovetail.workers.training.block_losses import block_states
+from dovetail.workers.training.data.features import Batch
 from dovetail.workers.training.folder import read_weights, shape_for
 from dovetail.workers.training.heads.dovetail import DovetailHead
 from dovetail.workers.training.heads.trainable import Seen, mask_of
@@ -48,7 +52,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocabulary": 1000},
     "dovetail": {"blocks": 3, "dgf_silu": False},
     "jakiro": {"experts": 3},
+    "mtp": {},
+    "dflash": {"blocks": 2, "block_size": 4, "draft_vocabulary": 600},
+    "dspark": {"blocks": 1, "block_size": 4, "rank": 8},
 }
+BLOCKS = ("dflash", "dspark")
 PUBLIC = {
     "eagle": {
         "fc.weight",
@@ -79,6 +87,27 @@ PUBLIC = {
         "fc.weight",
         "layers.0.mlp_moe.gate.weight",
         "layers.0.mlp_moe.experts.2.down_proj.weight",
+    },
+    "mtp": {
+        "mtp_layers.0.input_proj.weight",
+        "mtp_layers.0.token_layernorm.weight",
+        "mtp_layers.0.hidden_layernorm.weight",
+        "mtp_layers.0.final_layernorm.weight",
+        "mtp_layers.0.self_attn.q_proj.weight",
+    },
+    "dflash": {
+        "fc.weight",
+        "hidden_norm.weight",
+        "layers.1.self_attn.q_norm.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "d2t",
+    },
+    "dspark": {
+        "fc.weight",
+        "layers.0.self_attn.k_norm.weight",
+        "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
     },
 }
 
@@ -137,26 +166,31 @@ def written(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return trained
 
 
-@pytest.mark.parametrize("kind", everyday(KINDS, "eagle3", "jakiro"))
+def both(kind: str, folder: Path) -> tuple[Head, Any]:
+    """The draft of a folder, and the module that was trained."""
+    if kind == "mtp":
+        of: dict[str, Any] = {"target": str(TARGET), "weights": "fp32"}
+        head = open_mtp(str(folder), device=open_device("cpu", 1), **of)
+    else:
+        head = open_head(str(folder), target=str(TARGET), weights="fp32", device="cpu")
+    trained = json.loads((folder / "training.json").read_text())
+    oracle = new_head(recipe_of(kind).shape(**trained["shape"]), seed=1)
+    read_weights(oracle, open_files(str(folder), allow_bin=False))
+    assert classify(str(folder)) == kind
+    return head, oracle
+
+
+@pytest.mark.parametrize(
+    "kind", everyday([kind for kind in KINDS if kind not in BLOCKS], "eagle3", "jakiro", "mtp")
+)
 def test_the_draft_loads_the_folder_and_computes_the_same_logits(
     kind: str, written: Callable[[str], Path]
 ) -> None:
     folder, count = written(kind), 7
     config = json.loads((folder / "config.json").read_text())
-    head, target = (
-        open_head(str(folder), target=str(TARGET), weights="fp32", device="cpu"),
-        read_target(str(TARGET)),
-    )
-    trained = json.loads((folder / "training.json").read_text())
-    oracle = new_head(recipe_of(kind).shape(**trained["shape"]), seed=1)
-    read_weights(oracle, open_files(str(folder), allow_bin=False))
-    assert classify(folder) == kind
-    assert (
-        head.trained_for
-        == config["dovetail"]["trained_for"]
-        == target.digest
-        == open_weights(TARGET).digest
-    )
+    (head, oracle), target = both(kind, folder), read_target(str(TARGET))
+    assert config["dovetail"]["trained_for"] == target.digest == open_weights(TARGET).digest
+    assert head.trained_for in (("",) if kind == "mtp" else (target.digest,))
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(4096, (count,), generator=random)
     features = torch.randn(count, 768 if kind == "eagle3" else 256, generator=random)
@@ -193,11 +227,49 @@ def test_the_draft_loads_the_folder_and_computes_the_same_logits(
         close(found.contrast, oracle.logits(said.contrast[0], target.frozen.head.float()).detach())
 
 
+@pytest.mark.parametrize("kind", everyday(BLOCKS, "dspark"))
+def test_the_draft_computes_the_blocks_that_were_trained(
+    kind: str, written: Callable[[str], Path]
+) -> None:
+    (head, oracle), count = both(kind, written(kind)), 7
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(4096, (count + 1,), generator=random)
+    taps = torch.randn(count + 1, 768, generator=random).half()
+    rows, cache = oracle.shape.block_size, head.new_cache(count + 4)
+    context = [Segment(cache, 0, count)]
+    read = taps[:count].float()
+    head.forward(ids[:count], read, torch.arange(count), context, true=True, rows=ids[:0])
+    cache.keep(range(count), count)
+    found = head.forward(
+        torch.tensor([int(ids[-1]), *[oracle.shape.mask_token] * (rows - 1)]),
+        torch.zeros(rows, 256),
+        torch.arange(count, count + rows),
+        [Segment(cache, count, rows)],
+        true=False,
+        rows=torch.arange(rows - oracle.shape.levels, rows),
+    )
+    one = torch.zeros(1, count + 1, dtype=torch.int32)
+    batch = Batch(ids[None], one > 0, one, torch.arange(count + 1)[None], taps[None], taps[None])
+    frozen = read_target(str(TARGET)).frozen
+    expected = block_states(oracle, frozen, batch, torch.tensor([[count]]))[0, 0].detach()
+    close(found.states, expected)
+    known = torch.arange(4096) if oracle.known is None else oracle.known
+    close(found.logits[:, known], expected @ frozen.head.float()[known].T)
+    if head.pairs is not None:
+        previous = torch.tensor([3, 70])
+        pairs = head.pairs(found.states[1], previous, torch.tensor([5, 9, 4095]))
+        at, matrix = oracle.output(expected[1].expand(2, -1), previous, frozen.head.float())
+        scores = (at @ matrix.T).detach()[:, [5, 9, 4095]] - expected[1] @ frozen.head.float()[
+            [5, 9, 4095]
+        ].T
+        torch.testing.assert_close(pairs, scores, atol=1e-4, rtol=1e-3)
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", everyday(KINDS, "eagle3", "jakiro"))
+@pytest.mark.parametrize("kind", everyday(KINDS, "eagle3", "jakiro", "mtp", "dflash"))
 def test_the_folder_is_in_the_public_format_with_card_and_pictures(
     kind: str, written: Callable[[str], Path]
 ) -> None:
@@ -205,13 +277,14 @@ def test_the_folder_is_in_the_public_format_with_card_and_pictures(
     files = shlex.split(
         "README.md acceptance.svg config.json loss.svg model.safetensors training.json"
     )
-    counts = [] if kind in ("eagle", "eagle3") else ["token_counts.json"]  # else a d2t
+    reduced = kind in ("eagle", "eagle3", "dflash")  # to a d2t
+    counts = [] if reduced else ["token_counts.json"]
     assert sorted(file.name for file in folder.iterdir()) == sorted([*files, *counts])
     with safe_open(folder / "model.safetensors", framework="pt") as content:
         names = set(content.keys())
         assert names >= PUBLIC[kind]
         assert not any("embed_tokens" in name for name in names)
-        assert ("lm_head.weight" in names) == (kind in ("eagle", "eagle3"))
+        assert ("lm_head.weight" in names) == reduced
         types = {content.get_slice(name).get_dtype() for name in names}
         assert types <= {"F16", "I64", "BOOL", *(["I8"] if kind == "eagle" else [])}
     card = (folder / "README.md").read_text()
@@ -414,6 +487,9 @@ def test_each_kind_has_a_command_with_its_own_options() -> None:
         "eagle3": "--begin",
         "dovetail": "--blocks",
         "jakiro": "--no-contrast",
+        "mtp": "--ttt-steps",
+        "dflash": "--block-size",
+        "dspark": "--rank",
     }.items():
         shown = CliRunner().invoke(command, [kind, "--help-all"])
         assert shown.exit_code == 0

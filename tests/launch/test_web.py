@@ -16,7 +16,7 @@ from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
-from dovetail.runtime.http.replies import metrics_of
+from dovetail.runtime.http.apis.writers import metrics_of
 from support.golden import representative
 from support.site import DONE, Script, chunk, event, scripted
 

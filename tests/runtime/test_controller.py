@@ -11,6 +11,7 @@ from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.on_off import Experience
 from dovetail.runtime.control.pairs import Pair
+from dovetail.runtime.control.pricing import Pricing, Situation
 from dovetail.runtime.control.rounds import ALONE, Load, Round
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.telemetry.metrics import RoundTimes
@@ -207,3 +208,25 @@ def test_a_session_that_loses_its_draft_beside_others_is_learned_from_again() ->
     assert not controller.begun.sampled
     controller.leave()
     assert controller.begun.sampled
+
+
+@pytest.mark.parametrize(("load", "pass_s"), [(ALONE, 0.004), (Load(target=3, draft=3), 0.001)])
+def test_more_levels_are_hoped_for_where_one_pass_predicts_all_of_them(
+    load: Load, pass_s: float
+) -> None:
+    def priced(levels: int, pass_s: float) -> tuple[int, float]:
+        costs = PairCosts(levels=levels)
+        for rows in range(1, 9):
+            costs.target.observe(rows, 0.010)
+            costs.draft.observe(rows, pass_s)
+        pair = Pair("draft", "target", costs, shared=False)
+        pricing = Pricing(TreeSettings(depth=12), Situation(pair, costs, load))
+        depth = pricing.plan(100, pair, trying=True, doubted=False, ahead=False).most_depth
+        assert depth is not None
+        return depth, pricing.hope(100)
+
+    alone, block = priced(1, pass_s), priced(8, pass_s)
+    assert block[0] == 8 > alone[0] > 1
+    assert block[1] > alone[1]
+    assert priced(3, pass_s)[0] == 3  # none are deeper than the block
+    assert priced(8, 0.050)[1] < 0  # five rounds of the target pay for no pass

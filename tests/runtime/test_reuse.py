@@ -89,7 +89,7 @@ def test_where_sessions_share_it_is_left_to_its_next_turn_and_others_begin_with_
     assert cache().find(prompt, running=running) is None
     empty = replace(cache(), shares=True)
     assert empty.find(pack(LOG), running=running) == Base(7, 25, shared=True)
-    assert empty.find(pack(LOG), running=running, owner="other") is None
+    assert empty.find(pack(LOG), running=running, scope="other") is None
 
 
 def test_rows_that_several_sessions_share_are_counted_once() -> None:
@@ -157,12 +157,12 @@ def test_what_is_pinned_takes_room_until_it_is_taken_and_can_be_given_back() -> 
 
 
 def test_nobody_goes_on_from_what_another_has_sent() -> None:
-    held = cache(replace(kept(1, LOG), owner="one"), replace(kept(2, LOG[:30]), owner="two"))
+    held = cache(replace(kept(1, LOG), scope="one"), replace(kept(2, LOG[:30]), scope="two"))
     prompt = pack((*LOG, 5))
-    assert held.find(prompt, owner="one") == Base(1, 39)
-    assert held.find(prompt, owner="two") == Base(2, 29)
+    assert held.find(prompt, scope="one") == Base(1, 39)
+    assert held.find(prompt, scope="two") == Base(2, 29)
     assert held.find(prompt) is None
-    assert held.find(prompt, owner="three") is None
+    assert held.find(prompt, scope="three") is None
 
 
 def test_there_is_a_limit_to_the_sessions_that_are_looked_through() -> None:
@@ -673,6 +673,13 @@ def test_what_one_user_has_sent_is_kept_from_the_others_and_for_itself(reads: Re
         command.base is None for worker in (house.target, house.draft) for command in opens(worker)
     )
     assert turn(house, (*PROMPT, 6), owner="alice").result.reused_tokens >= len(PROMPT) - 1
+
+
+def test_prefixes_are_shared_between_users_where_the_settings_say_so() -> None:
+    house = House(limits=ROOMY, settings=CoordinatorSettings(share_prefixes="all"))
+    assert turn(house, PROMPT, owner="alice").result.reused_tokens == 0
+    assert turn(house, (*PROMPT, 5), owner="bob").result.reused_tokens >= len(PROMPT) - 1
+    assert turn(house, (*PROMPT, 6)).result.reused_tokens >= len(PROMPT) - 1
 
 
 def test_the_keys_of_links_are_users_too() -> None:

@@ -52,7 +52,7 @@ def test_a_template_reads_the_values_of_a_request() -> None:
     thinks = codec(
         "{{ messages[0].content }}{% if enable_thinking is not false %} think{% endif %}"
     )
-    asked = [("user", "hello")]
+    asked = [{"role": "user", "content": "hello"}]
     assert thinks.encode_messages(asked) == codec().encode("hello think")
     told = thinks.encode_messages(asked, values={"enable_thinking": False})
     assert told == codec().encode("hello")
@@ -100,7 +100,7 @@ def test_without_a_usable_template_only_chats_are_refused(template: str) -> None
     text = codec(template)
     assert text.encode("hello") == codec().encode("hello")
     with pytest.raises(RequestError, match=r"template.*: use /v1/completions[^\n]*$"):
-        text.encode_messages([("user", "hello")])
+        text.encode_messages([{"role": "user", "content": "hello"}])
     assert "template" in why_no_chats(template)
     assert not why_no_chats(TEMPLATE + "{{ bos_token + eos_token }}{{ tools is none }}")
 
@@ -281,7 +281,10 @@ def fallback() -> Tokenizer:
 
 
 def test_messages_are_rendered_with_their_roles_and_without_a_reply_where_none_is_wanted() -> None:
-    messages = [("system", "be brief"), ("user", "hello")]
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+    ]
     text = byte_level().decode(codec(TEMPLATE).encode_messages(messages), skip_special_tokens=False)
     assert text == "<s><system>be brief<user>hello<assistant>"
     assert (

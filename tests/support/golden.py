@@ -77,6 +77,12 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
     return SimpleNamespace(
         array=array,
         sampling=sampling,
+        constraint=m.Constraint(
+            grammar='start: "yes" | "no"',
+            engine="llguidance 1.9.1",
+            kind="json_schema",
+            relaxed=('Unimplemented keys: ["not"]',),
+        ),
         tree=tree,
         spans=(("verify", 1_000_000_000, 250_000), ("commit", 1_000_300_000, 90_000)),
         beside=(
@@ -105,6 +111,7 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
             kept=8192,
             prompt_rows=256,
             together=64,
+            levels=7,
             room=65536,
             shares=True,
         ),
@@ -148,6 +155,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             table=facts.table,
             states=m.States(width=4, layers=36, checkpoint="2d" * 32),
             reads=facts.reads,
+            grammars="llguidance 1.9.1",
             looks_up=True,
             cores=(0, 1),
             curves=(m.ContextCurve(context=512, t_v=facts.rows_seconds),),
@@ -156,6 +164,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             standby=True,
             placement=PLACEMENT,
             load_s=12.5,
+            blocks=bytes(range(32)),
             served=77,
             held=(m.HeldSession(session=3, rows=17),),
         ),
@@ -281,11 +290,13 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             vocabulary_size=151936,
             end=(151643, 151645),
             sampling=facts.sampling,
+            constraint=facts.constraint,
             tree=facts.tree,
             features=facts.reads,
             base=2,
             shared=True,
             kept=1,
+            scope=bytes(range(32)),
             logprobs=2,
             scored=True,
             replied=1,
@@ -311,6 +322,7 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             logprobs=facts.logprobs,
             spans=facts.spans,
             placement=PLACEMENT,
+            restored="disk",
             read_by="cuda:0",
         ),
         "verify": m.Verify(
@@ -330,6 +342,7 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         ),
         "close": m.Close(epoch=1, session=3, keep=True),
         "closed": m.Closed(epoch=2, session=3),
+        "blocks": m.Blocks(epoch=2, names=bytes(range(64)), stored=True),
     }
 
 
@@ -342,6 +355,7 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             text="plain",
             turns=("Hi", "Hello.", "More"),
             sampling=facts.sampling,
+            constraint=facts.constraint,
             max_tokens=512,
             stop=("\n\n",),
             seed=7,
@@ -355,6 +369,7 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             speculate=False,
             trace=True,
             record=True,
+            progress=True,
             ahead=False,
             ticket="chatcmpl-0123456789abcdef/0",
             memo=b"{}",
@@ -386,6 +401,7 @@ def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             logprobs=(facts.logprobs, facts.logprobs),
             fingerprint="0123456789ab",
         ),
+        "prompt_read": m.PromptRead(epoch=1, request=9, total=12000, cached=5000, done=8200),
         "prompt_scored": m.PromptScored(epoch=1, request=9, start=1, logprobs=(facts.logprobs,)),
         "recorded": m.Recorded(epoch=1, request=9, record=_record(m)),
         "finished": m.Finished(
@@ -403,6 +419,7 @@ def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             vocabulary=facts.vocabulary,
             tokenizer=facts.tokenizer,
             table=facts.table,
+            grammars="llguidance 1.9.1",
         ),
         "seen": _seen(m, facts),
         "progressed": m.Progressed(epoch=1, request=9, text="draft-2 is tried"),
@@ -521,12 +538,16 @@ def _result(m: Any, facts: SimpleNamespace) -> Any:
         control_rounds=1,
         predicted_tokens_per_s=11.5,
         reused_tokens=4,
+        reused_from="memory",
         moves=1,
         fingerprints=("another", str(facts.fingerprint)),
         placement=PLACEMENT,
         prefill="cuda:0",
         draft_failure=m.DraftFailure(
             draft="draft", error="IndexError: index 7 is out of bounds", round=2, after_s=0.25
+        ),
+        constraint=m.Followed(
+            kind="regex", engine="llguidance 1.9.1", relaxed=("pattern a",), complete=True
         ),
     )
 
@@ -635,6 +656,7 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         row_s=0.0005,
         sharing=1.5,
         ends=("<eos>", "<end_of_turn>"),
+        grammars="llguidance 1.9.1",
     )
 
 

@@ -18,6 +18,7 @@ class Script(HTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.replies = replies
         self.asked: list[tuple[str, str, Any]] = []
+        self.kind = "application/json"  # the content type of its replies
         self.sampling: dict[str, Any] | None = None
 
     @property
@@ -40,6 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _say(self, status: int, body: bytes) -> None:
         self.send_response(status)
+        self.send_header("content-type", self.server.kind)
         self.end_headers()
         self.wfile.write(body)
 

@@ -44,6 +44,8 @@ SHAPES = {
     "eagle3": shape("eagle3", draft_vocabulary=30),
     "dovetail": shape("dovetail", blocks=2),
     "dovetail-paper": shape("dovetail", dgf_silu=False, dgf_embed_norm=False),
+    "mtp": shape("mtp"),
+    "mtp-qwen3": shape("mtp", head_norms=True),
     "jakiro": shape("jakiro"),
     "jakiro-3": shape("jakiro", experts=3),
     "jakiro-plain": shape("jakiro", contrast=False),
@@ -436,7 +438,7 @@ def taught(name: str, plan: trainer.Plan, **how: Any) -> trainer.Trained:
 
 
 @pytest.mark.parametrize(
-    "name", everyday(["eagle", "eagle-reduced", "eagle3", "dovetail", "jakiro"], "eagle")
+    "name", everyday(["eagle", "eagle-reduced", "eagle3", "dovetail", "mtp", "jakiro"], "eagle")
 )
 def test_a_head_learns_what_its_target_says(name: str) -> None:
     trained = taught(name, quick(steps=80))
@@ -482,14 +484,14 @@ def test_a_kind_of_head_that_can_be_trained_can_be_planned_with(kind: str) -> No
     own = KINDS[kind]
     assert own.title
     assert TRAINED[kind].what.startswith(("a ", "an "))
-    assert own.figures is not None, "dovetail plan needs figures"
-    assert own.figures.tokens == tuple(sorted(own.figures.tokens))
-    assert recipe_of(kind).architecture.lower().endswith(kind)
+    if own.figures is not None:
+        assert own.figures.tokens == tuple(sorted(own.figures.tokens))
+    assert kind in recipe_of(kind).architecture.lower()
 
 
 def test_every_kind_of_head_has_a_name_in_the_settings() -> None:
     assert {setting_of(name) for name in KINDS} == {*HEAD_KINDS, "mtp"}
-    assert set(TRAINED) < set(HEAD_KINDS)
+    assert set(TRAINED) < {*HEAD_KINDS, "mtp"}
 
 
 def test_the_tables_of_heads_import_no_torch() -> None:

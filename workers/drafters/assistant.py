@@ -108,6 +108,7 @@ class AssistantDrafter(FeatureReader[AssistantSession], Grower[AssistantSession]
                 most_tokens=self.reads.vocabulary_size,
                 score_calibration=self.score_calibration,
                 device=torch.device("cpu"),
+                constrained=self.constrained(order),
             ),
             policy=open_policy(order.tree),
             depth=order.tree.most_levels,

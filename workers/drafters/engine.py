@@ -1,14 +1,19 @@
 """The interface of a draft worker to its engine, with defaults for what an engine does without."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.workers.sessions.prefix_cache import Left
 from dovetail.workers.speculation.proposal import Order, Proposal
+
+if TYPE_CHECKING:
+    from dovetail.protocol.grammar import GrammarVocabulary
+    from dovetail.workers.models.segment import Cache
+    from dovetail.workers.speculation.constrained import Constrained
 
 
 class EngineSession(Protocol):
@@ -28,10 +33,24 @@ class Engine(ABC, Generic[SessionT]):
     """Opens sessions and drafts for them."""
 
     reads: Reads | None = None  # the features of its target that it reads
+    levels: int = 1  # of a tree that a pass predicts
     looks_up: bool = False  # True if it proposes nothing but what `protocol/lookup.py` finds
     prompt_rows: int = 0
     """Rows of a chunk of a prompt while no other session waits: `open` reads the first `Open.read`
     rows only. 0: it reads prompts whole."""
+
+    vocabulary: "Callable[[], GrammarVocabulary] | None" = None
+    """Returns the target's vocabulary for grammars, made when it is first needed; None: it is not
+    known, and proposals are not masked."""
+
+    def constrained(self, order: Open) -> "Constrained | None":
+        """Return the grammar of a session at the beginning of its reply; None: it has none, or
+        proposals are not masked."""
+        if order.constraint is None or self.vocabulary is None:
+            return None
+        from dovetail.workers.speculation.constrained import Constrained
+
+        return Constrained(self.vocabulary().matcher(order.constraint.grammar), drafts=True)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise `RequestError` if the engine cannot read one of `tokens`."""
@@ -96,6 +115,10 @@ class Keeper(Engine[SessionT]):
     @abstractmethod
     def left(self, session: SessionT) -> Left:
         """Return the log and rows of an open session."""
+
+    @abstractmethod
+    def restored(self, log: list[int], cache: "Cache") -> Left:
+        """Return stored rows of the first tokens of a log, for a session to start from."""
 
     @property
     @abstractmethod

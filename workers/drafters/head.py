@@ -54,7 +54,7 @@ from dovetail.workers.drafters.session import THE_ROOT
 from dovetail.workers.drafters.tree import CHUNK, Grower
 from dovetail.workers.heads.head import Head, Predicted
 from dovetail.workers.heads.reduced.rows import TokenCounts
-from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
@@ -131,6 +131,7 @@ class HeadDrafter(FeatureReader[HeadSession], Grower[HeadSession], Keeper[HeadSe
             most_tokens=self.reads.vocabulary_size,
             score_calibration=self.score_calibration,
             device=self.head.device,
+            constrained=self.constrained(order),
         )
         window = max(1, min(order.capacity, spec.context - tree.most_levels))
         rows = self._tree_rows(order.sampling, tree)
@@ -178,6 +179,10 @@ class HeadDrafter(FeatureReader[HeadSession], Grower[HeadSession], Keeper[HeadSe
         waiting = torch.cat(session.waiting) if session.waiting else torch.empty(0, self.reads.row)
         window = {"dropped": session.dropped, "window": session.window}
         return HeadLeft(session.log, session.cache, used, **window, waiting=waiting)
+
+    def restored(self, log: list[int], cache: Cache) -> HeadLeft:
+        waiting = torch.empty(0, self.reads.row)
+        return HeadLeft(log, cache, dropped=0, window=len(log), waiting=waiting)
 
     @property
     def shares(self) -> bool:

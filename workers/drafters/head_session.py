@@ -130,6 +130,10 @@ class HeadLeft(Left):
     def there(self) -> int:
         return self.rows + len(self.waiting)
 
+    @property
+    def whole(self) -> int:
+        return 0 if self.dropped else self.cache.length
+
     def check(self, prompt: Sequence[int], kept: int) -> None:
         """Raise `RequestError` unless a session with this prompt, whose features are sent from
         position `kept` on, can get all features and rows before it from here."""

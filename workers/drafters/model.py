@@ -88,6 +88,10 @@ class DraftLeft(Left):
     def there(self) -> int:
         return len(self.log)
 
+    @property
+    def whole(self) -> int:
+        return self.cache.length if self.ids is None else 0
+
     def branch(self, kept: int) -> Self:
         return super().branch(kept if self.ids is None else self.cache.length)
 
@@ -175,6 +179,7 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
             most_tokens=self.vocabulary_size,
             score_calibration=self.score_calibration,
             device=self.model.device,
+            constrained=self.constrained(order),
         )
 
     def keep(self, session: DraftSession) -> DraftLeft:
@@ -187,6 +192,9 @@ class Drafter(Grower[DraftSession], Keeper[DraftSession]):
     def _left(self, session: DraftSession, used: int) -> DraftLeft:
         ids = None if session.text is None else session.text.tokens
         return DraftLeft(session.log, session.cache, used, ids)
+
+    def restored(self, log: list[int], cache: Cache) -> DraftLeft:
+        return DraftLeft(log, cache)
 
     @property
     def shares(self) -> bool:

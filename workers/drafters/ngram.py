@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.lookup import CLASSES, Matches, SearchedLog
@@ -29,6 +30,9 @@ from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.drafters.engine import Engine
 from dovetail.workers.speculation.history import History
 from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, Shape
+
+if TYPE_CHECKING:
+    from dovetail.workers.speculation.constrained import Constrained
 
 SHARPENING = 1.0
 LEAST = 0.07
@@ -74,10 +78,10 @@ class LookupSession:
     readable: bool = True  # always true: a log has no maximum length here
 
 
-def look_up(order: Open, log: list[int]) -> LookupSession:
+def look_up(order: Open, log: list[int], constrained: "Constrained | None" = None) -> LookupSession:
     """Return the look-up in `log`, which begins as the prompt of `order`."""
     sharpening = SHARPENING if order.tree.sharpening == "auto" else order.tree.sharpening
-    history = History(order.sampling, log, order.end, order.replied)
+    history = History(order.sampling, log, order.end, order.replied, (), constrained)
     unbounded = order.tree.traits.sizes_itself
     return LookupSession(log, SearchedLog(log), history, sharpening, order.capacity, unbounded)
 
@@ -164,7 +168,7 @@ class Lookup(Engine[LookupSession]):
             size = order.vocabulary_size
             text = f"the prompt has token {largest}, beyond the target's vocabulary of {size}"
             raise RequestError("vocabulary", text)
-        return look_up(order, list(order.prompt))
+        return look_up(order, list(order.prompt), self.constrained(order))
 
     def draft(
         self,

@@ -14,11 +14,13 @@ from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.kernels import ranking
 from dovetail.workers.models.backends.device.levels import DeviceRanking, Fetched
+from dovetail.workers.speculation.constrained import Constrained
 from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes, likeliest
 from dovetail.workers.speculation.history import looks_back
 from dovetail.workers.speculation.noise import Noise, NoiseCache
 from dovetail.workers.speculation.rejection import Draws
 from dovetail.workers.speculation.sampling import (
+    MASKED,
     SMALLEST_TEMPERATURE,
     LookingBack,
     process_logits,
@@ -62,10 +64,12 @@ class Ranking:
         most_tokens: int,
         score_calibration: ScoreCalibration,
         device: torch.device,
+        constrained: Constrained | None,
     ) -> "Ranking":
         """Start the ranking of a new session. Ids at or beyond the target's vocabulary or
         `most_tokens` (the draft's) are not ranked. With `sharpening` "auto", `score_calibration`
-        provides the scales and learns from the session, unless its children are drawn."""
+        provides the scales and learns from the session, unless its children are drawn.
+        `constrained`: the grammar of the reply, if the draft masks its tokens."""
         key, sampling, sharpening = order.key, order.sampling, order.tree.sharpening
         vocabulary_size = min(order.vocabulary_size, most_tokens)
         noise = (
@@ -75,9 +79,11 @@ class Ranking:
         )
         back = (
             LookingBack(
-                sampling, order.prompt, order.end, vocabulary_size, device, replied=order.replied
+                *(sampling, order.prompt, order.end, vocabulary_size, device),
+                replied=order.replied,
+                constrained=constrained,
             )
-            if looks_back(sampling)
+            if looks_back(sampling) or constrained is not None
             else None
         )
         return cls(
@@ -202,6 +208,34 @@ class Ranking:
             logits = self.looking_back.process(
                 logits, [tree.path_tokens(node) for node in nodes.tolist()]
             )
+            if self.looking_back.constrained and bool((logits.amax(-1) == MASKED).any()):
+                return self._of_living(logits, tree, nodes, root, width)
+        return self._children(logits, tree, nodes, root, width, best)
+
+    def _of_living(
+        self, logits: Tensor, tree: GrowingTree, nodes: Nodes, root: int, width: int
+    ) -> tuple[Ints, Floats]:
+        """Return the children of `nodes`, of which some have none, since the grammar allows none of
+        the draft's tokens."""
+        count = min(width, logits.shape[1])
+        tokens = np.zeros((len(nodes), count), np.int32)
+        gains = np.full((len(nodes), count), -np.inf, np.float32)
+        alive = np.flatnonzero((logits.amax(-1) != MASKED).cpu().numpy())
+        if len(alive):
+            own = logits[torch.from_numpy(alive)]
+            tokens[alive], gains[alive] = self._children(own, tree, nodes[alive], root, width)
+        return tokens, gains
+
+    def _children(
+        self,
+        logits: Tensor,
+        tree: GrowingTree,
+        nodes: Nodes,
+        root: int,
+        width: int,
+        best: Fetched | None = None,
+    ) -> tuple[Ints, Floats]:
+        """Return `children` from logits [N, V] after the processors that look back."""
         if self.draws is not None:
             return self.draws.children(nodes, process_logits(logits, self.sampling), width)
         levels = tree.levels_of(nodes)

@@ -3,24 +3,28 @@ drafter with a model imports torch when it is opened; others never do."""
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.messages import MAX_SESSIONS, MAX_TOKENS
-from dovetail.protocol.settings import HEAD_KINDS, SUBSTITUTE_WEIGHTS, DraftSettings
+from dovetail.protocol.settings import HEAD_KINDS, SUBSTITUTE_WEIGHTS, CacheSettings, DraftSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.ngram import Lookup
 from dovetail.workers.sessions.prefix_cache import affordable_tokens
 
 if TYPE_CHECKING:
+    from dovetail.protocol.grammar import GrammarVocabulary
     from dovetail.workers.devices.base import Device
     from dovetail.workers.drafters.translation import Translation
     from dovetail.workers.heads.head import Head
     from dovetail.workers.models.language_model import LanguageModel
+
+NO_PROMPTS = CacheSettings(memory="0")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Wanted:
     cache: Path | None = None  # the folder of the cache of quantised weights
     tell: Callable[[int, int], None] = lambda _done, _all: None
     """Receives the progress of quantising."""
+    prompts: CacheSettings = NO_PROMPTS  # the memory and disk space for cached prompts
     vram: int | None = None  # bytes of a GPU that it may use; None: all free memory
 
     def open_device(self) -> "Device":
@@ -51,13 +56,23 @@ class Wanted:
         return device
 
     def identity(
-        self, model: "LanguageModel | Head", device: "Device", called: str, **more: Any
+        self,
+        model: "LanguageModel | Head",
+        device: "Device",
+        called: str,
+        arithmetic: str,
+        *,
+        known: int = 0,
+        **more: Any,
     ) -> Identity:
-        """Return the registration of a worker with a model on a device."""
+        """Return the registration of a worker with a model on a device. `arithmetic`: what computes
+        its rows; `known`: how many tokens after a row it depends on."""
         from dovetail.workers.drafters.levels import known_levels
+        from dovetail.workers.sessions.opening import open_blocks
         from dovetail.workers.sessions.room import base_rows
 
         cache = model.new_cache(0)
+        seed = (model.checkpoint_digest, model.weights, self.settings.kind, arithmetic)
         return Identity(
             self.name,
             called,
@@ -68,6 +83,9 @@ class Wanted:
             kept_tokens=affordable_tokens(device.free_bytes(), cache.row_bytes),
             kept_extra=base_rows(cache),
             together=MAX_SESSIONS,
+            blocks=open_blocks(
+                self.prompts, self.name, model.new_cache, model.device, *seed, known=known
+            ),
             **more,
         )
 
@@ -83,16 +101,46 @@ def open_draft_worker(
     cache: Path | None = None,
     tell: Callable[[int, int], None] = lambda _done, _all: None,
     vram: int | None = None,
+    prompts: CacheSettings = NO_PROMPTS,
 ) -> DraftWorker[Any]:
     """Open the draft worker of `settings`: n-gram lookup, the small model or head in
     `settings.model` (folder or hub id), or a low-bit substitute of `target`. `Wanted` describes the
     other arguments."""
-    wanted = Wanted(settings, name, threads, target, context, profile, cache, tell, vram)
+    wanted = Wanted(settings, name, threads, target, context, profile, cache, tell, prompts, vram)
     if settings.kind == "none":
         raise SettingsError(
             "draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' "
             "or 'ngram'"
         )
+    worker = _open_on_device(wanted)
+    worker.engine.vocabulary = _vocabulary(wanted, worker)
+    return worker
+
+
+def _vocabulary(
+    wanted: Wanted, worker: DraftWorker[Any]
+) -> "Callable[[], GrammarVocabulary] | None":
+    """Return how to make the target's vocabulary for grammars: from the target's files, or from
+    those of a draft that has the same one. None: neither are on this machine."""
+    from dovetail.workers.models.checkpoints.hub import local_folder
+
+    for source in (wanted.target, wanted.settings.model if worker.has_vocabulary else ""):
+        with suppress(CheckpointError):
+            if (found := local_folder(source)) is not None:
+                return partial(_made, found)
+    return None
+
+
+def _made(folder: Path) -> "GrammarVocabulary":
+    from dovetail.protocol.grammar import GrammarVocabulary
+    from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+
+    return GrammarVocabulary.of(*read_tokenizer(folder))
+
+
+def _open_on_device(wanted: Wanted) -> DraftWorker[Any]:
+    """Open a draft on the device of the settings, or where it fits."""
+    settings, name, profile, target = wanted.settings, wanted.name, wanted.profile, wanted.target
     opener = OPENERS[settings.kind]
     if settings.device != "auto" or opener is _open_ngram:
         return _opened(opener, wanted)
@@ -296,6 +344,7 @@ def _model_worker(
         model,
         device,
         called,
+        " ".join((model.backend, model.kernels, model.cache)),
         context=model.context,
         vocabulary=vocabulary,
         table=table,
@@ -358,7 +407,9 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
         )
     )
     engine.counts = output.counts
-    identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)
+    identity = wanted.identity(
+        head, device, settings.model, head.arithmetic, known=1, context=MAX_TOKENS
+    )
     return on_device(DraftWorker(engine, identity, spans))
 
 
@@ -385,7 +436,9 @@ def _open_mtp(wanted: Wanted) -> DraftWorker[Any]:
     engine = HeadDrafter(head, spans, contrast=False, ahead=settings.ahead is not False)
     engine.counts = reduced.counts
     called = settings.model or f"the MTP layer of {wanted.target}"
-    identity = wanted.identity(head, device, called, context=head.spec.context)
+    identity = wanted.identity(
+        head, device, called, head.arithmetic, known=1, context=head.spec.context
+    )
     return on_device(DraftWorker(engine, identity, spans))
 
 

@@ -200,7 +200,7 @@ class Grower(Engine[SessionT]):
     def _look_up(self, order: Open, log: list[int]) -> LookupSession | None:
         """Return the look-up in a session's log if its guesses join the tree."""
         merges = self._merges and order.tree.traits.sizes_itself and not order.sampling.rejects
-        return look_up(order, log) if merges else None
+        return look_up(order, log, self.constrained(order)) if merges else None
 
     def _new_tree(self) -> GrowingTree:
         return GrowingTree(self.trust)

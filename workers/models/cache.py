@@ -100,6 +100,19 @@ class SlotCache(ABC):
         if self.states is not None:
             self.states.checkpoint()
 
+    @abstractmethod
+    def copied(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return copies of committed rows `start` to `stop` - 1, multiples of 16, on the host."""
+
+    def append(self, rows: Sequence[Tensor]) -> None:
+        """Commit `copied` rows of such a cache behind the committed ones; the length is a multiple
+        of 16."""
+        self.length += self._put(rows)
+
+    @abstractmethod
+    def _put(self, rows: Sequence[Tensor]) -> int:
+        """Write copied rows behind the committed ones, and return how many they are."""
+
     def resize(self, capacity: int) -> None:
         if capacity < self.length:
             raise ValueError(f"a capacity of {capacity} rows, but {self.length} are committed")
@@ -180,6 +193,15 @@ class KVCache(SlotCache):
             parts.append(rows.new_zeros(*outer, capacity, head_dim))
             parts[-1][..., : self.length, :] = rows[..., : self.length, :]
         self.tensors = parts
+
+    def copied(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        return tuple(rows[..., start:stop, :].clone().cpu() for rows in self.tensors)
+
+    def _put(self, rows: Sequence[Tensor]) -> int:
+        count = rows[0].shape[-2] if rows else 0
+        for own, given in zip(self.tensors, rows, strict=True):
+            own[..., self.length : self.length + count, :] = given.to(own.device)
+        return count
 
     def branch(self, length: int, *, used: int = 0) -> "KVCache":
         """Return a cache with a copy of the first `length` committed rows."""

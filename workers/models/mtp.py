@@ -91,8 +91,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe": {"first_k_dense_replace": 0},
     "glm4_moe_lite": SPARSE,
     "hy_v3": SPARSE,
+    "llama": {},
     "mellum": {"layer_types": ["sliding_attention"], **SPARSE},
     "qwen3_5_moe_text": FULL,
+    "qwen3": FULL,
     "qwen3_5_text": FULL,
     "qwen3_next": {**FULL, "mlp_only_layers": [], "decoder_sparse_step": 1},
 }

@@ -11,7 +11,7 @@ from dovetail.protocol.calibration import Calibration, ExpertCosts
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import MAX_CURVES, Fingerprint
 from dovetail.protocol.profile import load_profile
-from dovetail.protocol.settings import MemorySettings, TargetSettings
+from dovetail.protocol.settings import CacheSettings, MemorySettings, TargetSettings
 from dovetail.workers.devices import cpu
 from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.memory import limit_memory
@@ -27,6 +27,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.remembered import tell_proof
 from dovetail.workers.serving.sharded import begin_shards, tell_shards
 from dovetail.workers.serving.spread import Spread, known_readings, spread_of
+from dovetail.workers.sessions.opening import open_blocks
 from dovetail.workers.sessions.prefix_cache import affordable_tokens, room_tokens
 from dovetail.workers.target import Identity, TargetWorker
 
@@ -34,6 +35,7 @@ MOST_WORDS = 200
 """Summaries have at most this many characters of the reason why torch computes a model; the log has
 the full text."""
 UNLIMITED = MemorySettings()
+NO_PROMPTS = CacheSettings(memory="0")
 
 
 def open_target_worker(
@@ -45,11 +47,13 @@ def open_target_worker(
     memory: MemorySettings = UNLIMITED,
     bits: int = 0,
     shards: Sequence[Shard] = (),
+    prompts: CacheSettings = NO_PROMPTS,
 ) -> TargetWorker:
     """Open a target worker with its model loaded on its device, or spread over several; raise
     `UserError` for wrong settings. `profile`: the file of measurements on this machine. `bits`:
     bits per code of a substitute on the same GPU, 0 for none. `shards`: the memory nodes over
-    which it is spread on the CPU; empty if it is not spread."""
+    which it is spread on the CPU; empty if it is not spread. `prompts`: the memory and disk space
+    for cached prompts."""
     device = open_device(settings.device, threads)
     spread = spread_of(
         settings,
@@ -96,6 +100,10 @@ def open_target_worker(
         for place in {place.torch_device for place in spread.gpus}:
             tell_products(place, name)
     identity = _identity(settings, name, threads, device, spread, model, profile)
+    if identity.same_bytes:
+        seed = (identity.fingerprint.model_dump_json(), model.cache)
+        blocks = open_blocks(prompts, name, model.new_cache, model.device, *seed)
+        identity = replace(identity, blocks=blocks)
     return TargetWorker(model, identity)
 
 

@@ -43,6 +43,9 @@ class Worker(Protocol):
         """Carry out a command and yield its answers: several if it has parts, each as soon as it is
         done; none if it was stale."""
 
+    def news(self) -> Iterable[Event]:
+        """Return the reports that the coordinator lacks, for sending after any answers."""
+
     def idle(self) -> bool:
         """Do about a millisecond of background work; return False if nothing is left to do."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.grammar import GrammarVocabulary
 from dovetail.protocol.messages import Open, ReadItem, Reads
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
@@ -14,6 +15,7 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices.memory import HELD, without_graphs, without_spare
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache
+from dovetail.workers.sessions.blocks import BlockStore, Source
 from dovetail.workers.sessions.choosing import Asked, outcome_of
 from dovetail.workers.sessions.features import PREFILL_ROWS, HeldFeatures
 from dovetail.workers.sessions.prefill import Reading, next_stop
@@ -23,6 +25,7 @@ from dovetail.workers.sessions.room import base_rows, check_rows, host_row_bytes
 from dovetail.workers.sessions.rounds import check_chunk, find_session
 from dovetail.workers.sessions.session import TargetSession
 from dovetail.workers.sessions.timing import timed_pass
+from dovetail.workers.speculation.constrained import Constrained
 from dovetail.workers.speculation.history import looks_back
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import ProposalProbabilities
@@ -39,15 +42,23 @@ class Opener:
     """Opens the sessions of a target."""
 
     def __init__(
-        self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
+        self,
+        model: LanguageModel,
+        spans: Spans,
+        *,
+        kept_tokens: int = 0,
+        reads_from: int = 1,
+        blocks: BlockStore | None = None,
     ) -> None:
         """`kept_tokens`: the maximum number of kept tokens of ended sessions. `reads_from`: the
-        minimum number of prompt rows for the model's prefill device, if it has one."""
+        minimum number of prompt rows for the model's prefill device, if it has one. `blocks`: of
+        cached prompts; None: none are stored."""
         self._model, self._spans, self._reads_from = model, spans, reads_from
         self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model.new_cache(0))
         self._sessions: dict[int, TargetSession] = {}
         self._begun: dict[int, Reading] = {}  # by session: logs that are partly prefilled
         self.kept: KeptSessions[Left] = KeptSessions(kept_tokens, self._base_rows)
+        self.blocks = blocks
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Returns the additional slots of a session's cache for a draft that shares it."""
         HELD.add(self)
@@ -64,6 +75,8 @@ class Opener:
         """Free the rows of ended sessions; sessions that would have reused them start from
         scratch."""
         self.kept.clear()
+        if self.blocks is not None:
+            self.blocks.let_go()
 
     def let_graphs_go(self) -> bool:
         """Return False: graphs are held by the arenas of caches."""
@@ -91,8 +104,16 @@ class Opener:
             for session in (*self._sessions.values(), *self._opening)
         )  # what open sessions may still take
         check_rows(rows + self._base_rows, promised, self._row_bytes)
-        kept = self.kept.base(order, self._open_base(order.base))
-        session = self._begin(order, self._open_cache(rows, kept, order.kept), own)
+        restored: Source = ""
+        if self.blocks is not None and order.base is None and order.kept:
+            cache, restored = self.blocks.restore(order, rows)
+        else:
+            kept = self.kept.base(order, self._open_base(order.base))
+            cache = self._open_cache(rows, kept, order.kept)
+        session = self._begin(order, cache, own)
+        session.restored = restored
+        if self.blocks is not None and order.scope:
+            session.chain = self.blocks.chain(order.scope)
         reading = Reading(
             session,
             order.prompt,
@@ -173,7 +194,8 @@ class Opener:
         logprobs = session.scores(reading.logits, [0], [bonus])
         session.extend([bonus])
         self._sessions[number] = session
-        return First(bonus, margin, logprobs[0] if logprobs else None, reading.apart > 0)
+        first = logprobs[0] if logprobs else None
+        return First(bonus, margin, first, reading.apart > 0, session.restored)
 
     def _begin(self, order: Open, cache: Cache, own: int) -> TargetSession:
         """Return a session whose prompt is not prefilled yet."""
@@ -189,8 +211,9 @@ class Opener:
                 device,
                 replied=order.replied,
                 suppressed=suppressed,
+                constrained=self._constrained(order),
             )
-            if looks_back(sampling) or suppressed
+            if looks_back(sampling) or suppressed or order.constraint is not None
             else None
         )
         return TargetSession(
@@ -207,6 +230,15 @@ class Opener:
             order.round,
             own,
         )
+
+    def _constrained(self, order: Open) -> Constrained | None:
+        """Return the grammar of a session at the beginning of its reply, if it has one. Raises
+        `RequestError` of code "constraint" for one that cannot be followed."""
+        if order.constraint is None:
+            return None
+        own = self._model.checkpoint
+        vocabulary = GrammarVocabulary.of(own.tokenizer, own.vocabulary)
+        return Constrained(vocabulary.matcher(order.constraint.grammar))
 
     def refeed(
         self,
@@ -275,6 +307,7 @@ class Opener:
                 text = f"{what} token {token}, beyond the vocabulary of {size}"
                 raise RequestError("vocabulary", text)
         self._check_reads(order.features)
+        self._constrained(order)
         if order.scored and order.base is not None:
             raise RequestError(
                 "protocol",

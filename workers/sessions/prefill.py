@@ -103,6 +103,8 @@ class Reading:
             yield ScoredPart(start + 1, scores)
 
     def _mark(self) -> None:
-        """Checkpoint the cache shortly before the end of its prompt."""
+        """Store the rows, and checkpoint the cache shortly before the end of its prompt."""
+        if not self.refeed:
+            self.session.store_rows()
         if self.cache.length == len(self.log) - TURN_TAIL:
             self.cache.checkpoint()

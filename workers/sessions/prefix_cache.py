@@ -35,6 +35,11 @@ class Left:
         """The number of tokens of the log that another session can reuse."""
         return self.cache.length
 
+    @property
+    def whole(self) -> int:
+        """The number of rows that can be stored as blocks: those of the first tokens."""
+        return self.cache.length
+
     def check(self, prompt: Sequence[int], kept: int) -> None:
         """Raise `RequestError` of code "prefix" unless a session with this prompt can reuse the
         first `kept` tokens."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dovetail.protocol.messages import Reads, TokenLogprobs, VerifiedItem
+from dovetail.workers.sessions.blocks import Source
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class First:
     margin: float
     logprobs: TokenLogprobs | None  # log-probabilities of the token; None: not requested
     apart: bool = False  # True if the prefill device read the prompt
+    restored: Source = ""  # where its first rows came from, if from stored blocks
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 from dovetail.protocol.messages import Reads, TokenLogprobs
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.models.segment import Cache
+from dovetail.workers.sessions.blocks import Chain, Source
 from dovetail.workers.sessions.features import HeldFeatures, places_of
 from dovetail.workers.sessions.logprobs import token_logprobs
 from dovetail.workers.speculation.noise import NoiseCache
@@ -33,6 +34,8 @@ class TargetSession:
     """How many alternatives each token's log-probabilities include; None: no log-probabilities."""
     round: int = 0
     own: int = 0  # slots of the cache that verification writes to; later ones belong to the draft
+    chain: Chain | None = None  # the stored blocks of its rows; None: they are not stored
+    restored: Source = ""  # where the first rows came from, if from stored blocks
     held: HeldFeatures = field(default_factory=HeldFeatures)
     """Features of verdicts that are held back."""
 
@@ -49,6 +52,11 @@ class TargetSession:
         if self.logprobs is None:
             return ()
         return token_logprobs([logits[row] for row in rows], tokens, self.logprobs)
+
+    def store_rows(self) -> None:
+        """Store the blocks of its rows that are not stored yet, if they are to be."""
+        if self.chain is not None:
+            self.chain.extend(self.log, self.cache, self.cache.length)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""

@@ -5,17 +5,21 @@ This is their definition in plain numbers, one logit at a time, in this order: t
 the logit of a token in prompt or reply is divided by the repetition penalty, or multiplied if it is
 negative (Keskar et al., CTRL, 2019; transformers' RepetitionPenaltyLogitsProcessor); presence + c *
 frequency is subtracted for a token that occurs c > 0 times in the reply (OpenAI's definition);
-tokens that a constraint forbids, or that the model never chooses, are masked. `sampling.py` has the
-version over tensors; a test compares the two.
+tokens that a constraint or the grammar forbids, or that the model never chooses, are masked.
+`sampling.py` has the version over tensors; a test compares the two.
 
 A *path* is the continuation of the log before a choice: the tokens of a node's ancestors and its
 own."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dovetail.protocol.settings import Sampling
+
+if TYPE_CHECKING:
+    from dovetail.protocol.grammar import Allowed
+    from dovetail.workers.speculation.constrained import Constrained
 
 
 class Constraint(Protocol):
@@ -59,9 +63,10 @@ class History:
         end: Iterable[int],
         replied: int = 0,
         suppressed: Iterable[int] = (),
+        constrained: "Constrained | None" = None,
     ) -> None:
         """`log` is a prompt, whose last `replied` tokens belong to the reply. `suppressed`: ids
-        that the model never chooses."""
+        that the model never chooses. `constrained`: the grammar, at the beginning of the reply."""
         prompt = len(log) - replied
         self.sampling = sampling
         self.end, self._suppressed = frozenset(end), frozenset(suppressed)
@@ -69,11 +74,14 @@ class History:
         self.counts: dict[int, int] = {}  # how often the reply has each token
         self.reply: list[int] = []
         self._bias = dict(sampling.logit_bias)
+        self._constrained = constrained
         self._constraints = [one for one in CONSTRAINTS.values() if one.applies(sampling)]
         self.extend(log[prompt:])
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Note that the log has grown by `tokens` of the reply."""
+        if self._constrained is not None:
+            self._constrained.extend(tokens)
         self.reply += tokens
         self.seen.update(tokens)
         for token in tokens:
@@ -92,10 +100,26 @@ class History:
         """Return the tokens that the constraints mask after `path`."""
         return set().union(*(one.forbidden(self, path) for one in self._constraints))
 
+    def allowed(self, path: Sequence[int] = ()) -> "Allowed | None":
+        """Return which tokens [V] the grammar and the other constraints allow after `path`; where
+        they contradict each other, the grammar's. None: there is no grammar."""
+        if self._constrained is None:
+            return None
+        allowed = self._constrained.allowed(path)
+        if masked := [token for token in self.forbidden(path) if token < len(allowed)]:
+            less = allowed.copy()
+            less[masked] = False
+            allowed = less if less.any() else allowed
+        return allowed
+
     def process(self, token: int, logit: float, path: Sequence[int] = ()) -> float:
         """Return the logit of one token after `path`, with all processors before temperature
         applied."""
-        if token in self._suppressed or (self._constraints and token in self.forbidden(path)):
+        if token in self._suppressed:
+            return -math.inf
+        if (allowed := self.allowed(path)) is not None and not allowed[token]:
+            return -math.inf
+        if allowed is None and self._constraints and token in self.forbidden(path):
             return -math.inf
         logit += self._bias.get(token, 0.0)
         if token in self.seen or token in path:

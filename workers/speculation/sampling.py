@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.devices.opening import in_fp64
+from dovetail.workers.speculation.constrained import Constrained
 from dovetail.workers.speculation.history import History
 
 MASKED = float("-inf")
@@ -40,10 +41,13 @@ class LookingBack:
         *,
         replied: int = 0,
         suppressed: Sequence[int] = (),
+        constrained: Constrained | None = None,
     ) -> None:
         """`log` is a prompt, whose last `replied` tokens belong to the reply. `size` is V: biased,
-        ending and suppressed ids at and beyond it are ignored."""
-        self._history = History(sampling, log, end, replied, suppressed)
+        ending and suppressed ids at and beyond it are ignored. `constrained`: the grammar, at the
+        beginning of the reply."""
+        self._history = History(sampling, log, end, replied, suppressed, constrained)
+        self.constrained = constrained is not None
         known_ids = [token for token in suppressed if 0 <= token < size]
         self._suppressed = torch.tensor(known_ids, dtype=torch.long, device=device)
         self._repetition = sampling.repetition_penalty
@@ -84,12 +88,13 @@ class LookingBack:
                 [self._history.penalty(token, paths[row]) for row, token in ahead], device=z.device
             )
             z[where] = self._penalised(unpenalised, penalties)
-        masked = [
-            (row, token)
-            for row, path in enumerate(paths)
-            for token in self._history.forbidden(path)
-            if token < self._size
-        ]
+        masked = list[tuple[int, int]]()
+        for row, path in enumerate(paths):
+            if (allowed := self._history.allowed(path)) is None:
+                ids = (token for token in self._history.forbidden(path) if token < self._size)
+                masked += ((row, token) for token in ids)
+            else:
+                z[row].masked_fill_(torch.from_numpy(~allowed[: self._size]).to(z.device), MASKED)
         if masked:
             z[tuple(torch.tensor(masked, device=z.device).unbind(1))] = MASKED
         return z.index_fill_(1, self._suppressed, MASKED) if len(self._suppressed) else z

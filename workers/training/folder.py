@@ -21,7 +21,7 @@ from dovetail.workers.heads.matrices import codes_of
 from dovetail.workers.heads.registry import kind_of_tensors
 from dovetail.workers.heads.spec import TargetShape, plain_name
 from dovetail.workers.kernels.blocks import WIDTH
-from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
+from dovetail.workers.training.heads.trainable import HeadShape, TrainableDraft
 from dovetail.workers.training.recipes import recipe_of
 from dovetail.workers.training.target_parts import Frozen, TargetParts
 from dovetail.workers.training.workplace import Workplace
@@ -86,6 +86,7 @@ def shape_for(
         ),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         context=context,
+        **recipe.of_target(config),
         **choices,
     )
 
@@ -120,7 +121,7 @@ def config_of(shape: HeadShape, *, trained_for: str, taps: tuple[int, ...]) -> d
 
 def write_head(
     folder: Path,
-    head: TrainableHead,
+    head: TrainableDraft,
     config: Mapping[str, Any],
     texts: Mapping[str, str],
     frozen: Frozen,
@@ -148,7 +149,7 @@ def _is_coded(value: Tensor) -> bool:
     return value.ndim == 2 and value.is_floating_point() and value.shape[1] % WIDTH == 0
 
 
-def read_weights(head: TrainableHead, files: HeadFiles) -> None:
+def read_weights(head: TrainableDraft, files: HeadFiles) -> None:
     """Initialize a head with the weights and the draft vocabulary of a trained one. Raises
     `UserError` if its shape differs."""
     names = head.state_dict().keys()

@@ -15,11 +15,18 @@ from torch.nn import functional
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers.training.data.features import Batch
-from dovetail.workers.training.heads.trainable import HeadOutput, Seen, TrainableHead, mask_of
+from dovetail.workers.training.heads.trainable import (
+    HeadOutput,
+    Seen,
+    TrainableDraft,
+    TrainableHead,
+    mask_of,
+)
 from dovetail.workers.training.plan import Recipe
 from dovetail.workers.training.recipes import TRAINED
 from dovetail.workers.training.target_parts import Frozen
 
+Held = Sequence[tuple[Batch, Tensor]]  # batches with the target's `best_tokens`
 NOISE_COLUMNS = 512  # columns of the rows for which `Recipe.noise` is given
 CACHED_LOGITS = 1 << 20
 """Logits computed at a time on a CPU: few enough to stay in its caches, enough for fast
@@ -28,7 +35,7 @@ GPU_LOGITS = 1 << 26
 BEST_AT_A_TIME = 4096  # tokens of the vocabulary whose logits are compared at a time
 
 
-def read_features(head: TrainableHead, batch: Batch) -> Tensor:
+def read_features(head: TrainableDraft, batch: Batch) -> Tensor:
     """Return the inputs of a head [B, n, W]: the last hidden states, or residual streams."""
     if not head.reads_taps:
         return batch.g.float()
@@ -145,23 +152,30 @@ def predicted(batch: Batch, ahead: int) -> Tensor:
     return found
 
 
-class Lesson:
-    """One batch for the losses: every learned token's distribution is computed once and looked up
-    by all steps."""
+class Wanted:
+    """The target's distributions in a batch: every learned token's is computed once and looked up
+    by all steps or levels."""
 
-    def __init__(self, head: TrainableHead, frozen: Frozen, batch: Batch) -> None:
-        self.head, self.frozen, self.batch = head, frozen, batch
-        self.seen = Seen(mask_of(batch.sequence))
+    def __init__(self, head: TrainableDraft, frozen: Frozen, batch: Batch) -> None:
         first = predicted(batch, 1)  # token t is predicted from position t - 1 by the target
         self.flat_g = batch.g.flatten(0, 1).float()
         sources = first.flatten().nonzero()[:, 0]
-        self.wanted = wanted_distributions(frozen, self.flat_g[sources])
+        self.distributions = wanted_distributions(frozen, self.flat_g[sources])
         written = batch.tokens.flatten()[sources + 1]
         self.inside = (
             torch.ones_like(written, dtype=torch.bool) if head.known is None else head.t2d[written]
         )
         self.at = torch.full((first.numel(),), -1, device=first.device)
         self.at[sources] = torch.arange(len(sources), device=first.device)
+
+
+class Lesson(Wanted):
+    """One batch for the losses of a head that drafts level by level."""
+
+    def __init__(self, head: TrainableHead, frozen: Frozen, batch: Batch) -> None:
+        super().__init__(head, frozen, batch)
+        self.head, self.frozen, self.batch = head, frozen, batch
+        self.seen = Seen(mask_of(batch.sequence))
 
     def step(self, state: Tensor, step: int) -> HeadOutput:
         """Compute step `step` on the text's own tokens: row j takes x_{j+1+step} (past the end any
@@ -189,7 +203,7 @@ class Lesson:
             index = self.at[goal]
             counts = self.inside[index] / self.inside[index].sum().clamp(min=1)
             total = total + cross_entropy * soft_cross_entropy(
-                *self.head.output(own, self.frozen.head), self.wanted, index, counts
+                *self.head.output(own, self.frozen.head), self.distributions, index, counts
             )
         return total
 
@@ -231,7 +245,7 @@ class Acceptance:
     contrast: float | None = None  # the share accepted at depth 2 from Jakiro's contrast
 
 
-class _Chains:
+class Chains:
     """Counts over batches. A chain continues while the text agrees with it; where a sampled text is
     not the target's most likely token, it ends uncounted."""
 
@@ -252,19 +266,17 @@ class _Chains:
 
 
 @torch.no_grad()
-def simulate(
-    head: TrainableHead, frozen: Frozen, held: Sequence[tuple[Batch, Tensor]], depth: int
-) -> Acceptance:
+def simulate(head: TrainableHead, frozen: Frozen, held: Held, depth: int) -> Acceptance:
     """Draft a chain of `depth` tokens from every row at once, on the head's own states and tokens,
     and count what the target would have accepted. `held`: batches with their `best_tokens`."""
-    chains = _Chains(depth)
+    chains = Chains(depth)
     for batch, best in held:
         _follow(head, frozen, batch, best, chains)
     return chains.acceptance()
 
 
 def _follow(
-    head: TrainableHead, frozen: Frozen, batch: Batch, best: Tensor, chains: _Chains
+    head: TrainableHead, frozen: Frozen, batch: Batch, best: Tensor, chains: Chains
 ) -> None:
     seen, known = Seen(mask_of(batch.sequence)), head.known
     state, tokens, contrast = (

@@ -49,6 +49,7 @@ class TrainedKind:
     what: str  # its description in `dovetail train`
     recipe: "Callable[[], HeadRecipe]"  # imports torch
     options: tuple[Option, ...] = ()
+    in_steps: bool = True  # False if one pass drafts all levels: no training-time test
 
 
 def _recipe(module: str, name: str) -> "HeadRecipe":
@@ -57,6 +58,24 @@ def _recipe(module: str, name: str) -> "HeadRecipe":
     return recipe
 
 
+BLOCK_OPTIONS = (
+    Option(
+        "--blocks",
+        "Decoder layers; published drafters have five.",
+        "count",
+        least=1,
+        most=8,
+        default=5,
+    ),
+    Option(
+        "--block-size",
+        "Rows of a block, the root's included.",
+        "count",
+        least=2,
+        most=64,
+        default=8,
+    ),
+)
 TRAINED: dict[str, TrainedKind] = {
     "dovetail": TrainedKind(
         "a Dovetail head: gated fusion and one to six decoder layers",
@@ -107,6 +126,25 @@ TRAINED: dict[str, TrainedKind] = {
     "eagle": TrainedKind(
         "an EAGLE-1/2 head: embedding and last hidden state through one decoder layer",
         partial(_recipe, "eagle", "EagleRecipe"),
+    ),
+    "mtp": TrainedKind(
+        "an MTP layer: embedding and last hidden state through a layer of the target's kind",
+        partial(_recipe, "mtp", "MtpRecipe"),
+    ),
+    "dflash": TrainedKind(
+        "a DFlash drafter: layers over a block of mask tokens, all levels in one pass",
+        partial(_recipe, "dflash", "DFlashRecipe"),
+        BLOCK_OPTIONS,
+        in_steps=False,
+    ),
+    "dspark": TrainedKind(
+        "a DSpark drafter: DFlash with scores of neighbouring tokens",
+        partial(_recipe, "dflash", "DSparkRecipe"),
+        (
+            *BLOCK_OPTIONS,
+            Option("--rank", "Rank of the table of pairs.", "count", least=1, default=256),
+        ),
+        in_steps=False,
     ),
 }
 

@@ -5,7 +5,7 @@ Weights and moments are kept in 32 bits; steps run in bf16 if asked for. The hel
 features is fixed before the run begins and never trained on. `workers.training.folder` writes the
 finished head."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,10 +20,10 @@ from dovetail.workers.kernels.probe import least_seconds
 from dovetail.workers.training.data.features import Batch, Features
 from dovetail.workers.training.heads.trainable import (
     HeadShape,
-    TrainableHead,
+    TrainableDraft,
     most_frequent,
 )
-from dovetail.workers.training.losses import Acceptance, best_tokens, head_loss, simulate
+from dovetail.workers.training.losses import Acceptance, Held, best_tokens
 from dovetail.workers.training.plan import Plan
 from dovetail.workers.training.process_group import ALONE, ProcessGroup
 from dovetail.workers.training.recipes import recipe_of
@@ -32,7 +32,6 @@ from dovetail.workers.training.target_parts import Frozen
 
 WORTH_BF16 = 1.5
 """How much faster bf16 products must be on a CPU to be used: conversions slow down the rest."""
-Held = Sequence[tuple[Batch, Tensor]]  # batches with the target's `best_tokens`
 HELD_SEED = 1  # the held-out rows are the same in every run
 
 
@@ -53,7 +52,7 @@ class Check:
 class Trained:
     """A finished head, and the record of its run."""
 
-    head: TrainableHead
+    head: TrainableDraft
     outcome: Outcome
     checks: tuple[Check, ...]
     plan: Plan
@@ -68,7 +67,7 @@ def train_head(
     frozen: Frozen,
     plan: Plan,
     *,
-    prepare: Callable[[TrainableHead], object] = id,
+    prepare: Callable[[TrainableDraft], object] = id,
     checkpoint: Path | None = None,
     about: Mapping[str, Any] | None = None,
     peers: ProcessGroup = ALONE,
@@ -108,13 +107,13 @@ def train_head(
     return Trained(head, outcome, tuple(watch.checks), plan, held.tokens, counts, coverage)
 
 
-def _of_head(head: TrainableHead, frozen: Frozen) -> Frozen:
+def _of_head(head: TrainableDraft, frozen: Frozen) -> Frozen:
     """Return the target's tensors with the rows of its output head for the head's vocabulary."""
     rows = frozen.head if head.known is None else frozen.head[head.known]
     return Frozen(frozen.embedding, rows)
 
 
-def new_head(shape: HeadShape, *, seed: int) -> TrainableHead:
+def new_head(shape: HeadShape, *, seed: int) -> TrainableDraft:
     """Return a head of that shape with random weights."""
     torch.manual_seed(seed)
     return recipe_of(shape.kind).trainable(shape)
@@ -136,10 +135,11 @@ def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:
 
 
 def _step(
-    head: TrainableHead, frozen: Frozen, features: Features, plan: Plan, peers: ProcessGroup
+    head: TrainableDraft, frozen: Frozen, features: Features, plan: Plan, peers: ProcessGroup
 ) -> Step:
     def loss_of(batch: Batch, steps: int, random: torch.Generator) -> Tensor:
-        return head_loss(head, frozen, batch, replace(plan.recipe, steps=steps), random)
+        recipe = replace(plan.recipe, steps=steps)
+        return recipe_of(head.shape.kind).loss(head, frozen, batch, recipe, random)
 
     def step(number: int, done: float) -> tuple[Tensor, int]:
         rng = np.random.default_rng([plan.pace.seed, number, peers.rank])
@@ -186,7 +186,7 @@ class _Watch:
     """Measures the head at even intervals of a run; the results are kept with the checkpoint."""
 
     def __init__(
-        self, run: Run, head: TrainableHead, frozen: Frozen, held: Held, plan: Plan
+        self, run: Run, head: TrainableDraft, frozen: Frozen, held: Held, plan: Plan
     ) -> None:
         self.run, self.head, self.frozen, self.held, self.plan = run, head, frozen, held, plan
         self.checks = [Check(**{**row, "at": tuple(row["at"])}) for row in run.notes]
@@ -196,7 +196,8 @@ class _Watch:
         due = int(self.run.done * self.plan.checks) + 1
         if len(self.checks) < due and not self.run.peers.rank:
             with in_numbers(self.plan.number, self.plan.pace.device):
-                found = simulate(self.head, self.frozen, self.held, self.plan.depth)
+                recipe = recipe_of(self.head.shape.kind)
+                found = recipe.simulated(self.head, self.frozen, self.held, self.plan.depth)
             self.checks.append(self._check(found))
             self.run.notes[:] = [asdict(check) for check in self.checks]
         return f"tau {self.checks[-1].length:.2f}" if self.checks else ""

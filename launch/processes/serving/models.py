@@ -31,7 +31,7 @@ State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 @dataclass
-class Served:
+class ServedModel:
     """One model, with its service while it is loaded."""
 
     name: str
@@ -51,10 +51,11 @@ class Served:
         return {**own, "url": self.url, "why": self.why}
 
 
-def served_models(configurations: Mapping[str, Configuration]) -> list[Served]:
+def served_models(configurations: Mapping[str, Configuration]) -> list[ServedModel]:
     """Return models by their names and settings."""
     return [
-        Served(name, size_of(own), _arguments(own, name)) for name, own in configurations.items()
+        ServedModel(name, size_of(own), _arguments(own, name))
+        for name, own in configurations.items()
     ]
 
 
@@ -92,7 +93,7 @@ class Models:
     """The served models; use it within the block of its supervisor."""
 
     def __init__(
-        self, supervisor: Supervisor, models: Sequence[Served], configuration: Configuration
+        self, supervisor: Supervisor, models: Sequence[ServedModel], configuration: Configuration
     ) -> None:
         self._supervisor, self._models = supervisor, {model.name: model for model in models}
         self._front = Front(
@@ -163,7 +164,7 @@ class Models:
         if told != self._told and self._front.tell(told):
             self._told = told
 
-    def _follow(self, model: Served, now_s: float, *, wanted: bool) -> None:
+    def _follow(self, model: ServedModel, now_s: float, *, wanted: bool) -> None:
         """Load or unload a model as the router wants it. One that has failed is loaded again only
         after the router has heard of it."""
         if wanted and model.state == "unloaded":
@@ -177,7 +178,7 @@ class Models:
             model.state, model.url, model.kill_s = "unloading", "", now_s + ENDING_S
             model.child.process.terminate()
 
-    def _look_after(self, model: Served, now_s: float) -> None:
+    def _look_after(self, model: ServedModel, now_s: float) -> None:
         child = model.child
         if child is None:
             return
@@ -191,7 +192,7 @@ class Models:
         elif model.state == "unloading" and now_s >= model.kill_s:
             child.process.kill()
 
-    def _ended(self, model: Served, child: Child) -> None:
+    def _ended(self, model: ServedModel, child: Child) -> None:
         ending = child.ending()
         why = f"it {ending.words}{f': {ending.last_line}' if ending.last_line else ''}"
         match model.state:
@@ -208,7 +209,7 @@ class Models:
         self._supervisor.end([child])
 
 
-def _url(model: Served, child: Child) -> str:
+def _url(model: ServedModel, child: Child) -> str:
     """Return the URL of a service once it is ready; empty before."""
     assert child.process.stdout is not None
     pipe = child.process.stdout.fileno()

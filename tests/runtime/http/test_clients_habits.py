@@ -23,8 +23,8 @@ from dovetail.protocol.settings import HttpSettings
 from dovetail.runtime.http import service
 from dovetail.runtime.http.bodies import DEEPEST
 from dovetail.runtime.http.decoding import Run
-from dovetail.runtime.http.guard import Refused, Unpacking
 from dovetail.runtime.http.service import Answer
+from dovetail.runtime.http.serving.guard import Refused, Unpacking
 from support.patience import PATIENCE_S
 from support.scripted import continuation
 from support.web import Api, Backend, api, events
@@ -157,20 +157,17 @@ def test_head_has_the_headers_of_get(server: Api, path: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "served"),
     [
-        ("POST", "/chat/completions", CHATS),
         ("POST", "/v1/v1/chat/completions/", CHATS),
         ("POST", "/v1/chat/completion", CHATS),
-        ("POST", "/api/chat", CHATS),
-        ("POST", "/v1/responses", CHATS),
-        ("POST", "/v1/messages", CHATS),
-        ("POST", "/completions", TEXTS),
-        ("POST", "/completion", TEXTS),
-        ("POST", "/generate", TEXTS),
-        ("GET", "/models", "/v1/models"),
-        ("GET", "/api/tags", "/v1/models"),
+        ("POST", "/chat", "/api/chat"),
+        ("POST", "/v1/v1/responses", "/v1/responses"),
+        ("POST", "/messages", "/v1/messages"),
+        ("POST", "/generate", "/api/generate"),
+        ("GET", "/v1/tags", "/api/tags"),
         ("POST", "/v1/tokenize", "/tokenize"),
-        ("POST", "/embeddings", "/openapi.json"),
-        ("POST", "/v1/embeddings", "/openapi.json"),
+        ("POST", "/v1/edits", "/openapi.json"),
+        ("POST", "/embeddings", "embeddings"),
+        ("POST", "/v1/embeddings", "embeddings"),
     ],
 )
 def test_a_wrong_path_is_answered_with_the_right_one(
@@ -267,7 +264,7 @@ def test_integers_may_be_sent_as_floats(server: Api) -> None:
         for value in (1.5, True, "1"):
             assert server.refusal(CHATS, {"messages": MESSAGES, name: value})["param"] == name
     tokens = server.ask("/detokenize", tokens=[5.0, 6])
-    assert tokens == {"prompt": "w5 w6"}
+    assert tokens == {"prompt": "w5 w6", "content": "w5 w6"}
     assert server.complete([[5.0, 6.0]], max_tokens=1, logprobs=1.0)["usage"]["prompt_tokens"] == 2
 
 
@@ -314,7 +311,9 @@ def test_a_silent_stream_has_comments_before_its_tokens_or_its_error(
     gateway = SimpleNamespace(submit=lambda _, tell: tells.append(tell), cancel=lambda _: None)
     writer = SimpleNamespace(
         replies=[SimpleNamespace(hear=lambda told: told)],
-        comment=b":\n\n",
+        opening=lambda: "",
+        comment=lambda read: b":\n\n",
+        failed=lambda error: str(error).encode(),
         lines=lambda _, told: told.text,
     )
     watch = SimpleNamespace(tokens=lambda _: None)
@@ -322,14 +321,13 @@ def test_a_silent_stream_has_comments_before_its_tokens_or_its_error(
     async def answer() -> None:
         run = Run(gateway)  # type: ignore[arg-type]
         await run.begin(SimpleNamespace(submits=(0,)), 0.0)  # type: ignore[arg-type]
-        exposition: Any = SimpleNamespace(watch=lambda *_: watch)
-        lines = Answer(run, writer, exposition, "m").lines()  # type: ignore[arg-type]
+        lines = Answer(run, writer, [watch]).lines()  # type: ignore[arg-type,list-item]
         assert [await anext(lines), await anext(lines)] == [b":\n\n"] * 2
         tells[0](Emitted(epoch=1, request=1, tokens=(5,), drafted=(False,), text="w5"))
         assert [await anext(lines), await anext(lines)] == [b"w5", b":\n\n"]
         writer.replies[0].hear = lambda told: (_ for _ in ()).throw(service.unavailable("lost"))
         tells[0](Failed(epoch=1, code="worker_lost", text="lost"))
-        assert b'"message":"lost"' in await anext(lines)
+        assert await anext(lines) == b"lost"
 
     asyncio.run(answer())
 

@@ -328,7 +328,7 @@ FOREIGN = re.compile("Input should|validation|Field required|String should|valid
         ({"continue_final_message": True}, "continue_final_message"),
         ({"echo": True}, "echo"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",

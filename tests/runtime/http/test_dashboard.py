@@ -1,17 +1,24 @@
-"""The dashboard's routes: what is served to whom, under which headers, and what is told of other
-people's texts."""
+"""The routes of the pages: what is served to whom, under which headers, and what the dashboard
+shows of other people's texts."""
 
+import hashlib
 import json
 import re
 import time
+import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
+from pydantic import ValidationError
 
-from dovetail.runtime.http.dashboard import FRESH_S, STATE_PATH, page_files
+from dovetail.protocol.settings import HttpSettings
+from dovetail.runtime.http.pages.site import FOLDER, page_files
+from dovetail.runtime.http.pages.watch import FRESH_S, STATE_PATH
 from support.patience import PATIENCE_S
 from support.scripted import ScriptedDraft, ScriptedTarget
 from support.web import Api, Backend, api, backend
@@ -61,50 +68,98 @@ def texts_of(told: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_the_page_is_there_with_everything_that_it_names(server: Api) -> None:
-    class Names(HTMLParser):
-        found: set[str]
+class Names(HTMLParser):
+    """What a page refers to."""
 
-        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-            self.found |= {value or "" for name, value in attributes if name in ("src", "href")}
-            assert not any(name.startswith("on") or name == "style" for name, _ in attributes), (
-                "the policy forbids it"
-            )
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.feed(text)
 
-    page = server.client.get("/")
-    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    head = server.client.head("/")
-    assert (head.status_code, head.headers["content-length"], head.content) == (
-        200,
-        str(len(page.content)),
-        b"",
-    )
-    names = Names()
-    names.found = set()
-    names.feed(page.text)
-    named = {name for name in names.found if not name.startswith("#")}
-    scripts = {name for name, (kind, _) in page_files().items() if "javascript" in kind}
-    imported = {
-        f"dashboard/{name}"
-        for path in scripts
-        for name in re.findall(r'from "\./([\w.]+)"', server.client.get(path).text)
-    }
-    assert {f"/{name}" for name in named | imported} | {"/"} == set(page_files())
-    assert all(server.client.get(f"/{name}").status_code == 200 for name in named | imported)
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found |= {value or "" for name, value in attributes if name in ("src", "href")}
+        assert not any(name.startswith("on") or name == "style" for name, _ in attributes), (
+            "the policy forbids it"
+        )
 
 
-def test_nothing_of_it_comes_from_elsewhere() -> None:
-    for path, (_, content) in page_files().items():
-        addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[\w./-]*", content.decode()))
-        assert addresses <= {"http://www.w3.org/2000/svg"}, path
+def test_the_pages_are_there_with_everything_that_they_name(server: Api) -> None:
+    named = set()
+    for path in ("/", "/dashboard"):
+        page = server.client.get(path)
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        head = server.client.head(path)
+        assert (head.status_code, head.headers["content-length"], head.content) == (
+            200,
+            str(len(page.content)),
+            b"",
+        )
+        named |= {urljoin(path, name) for name in Names(page.text).found if name[0] != "#"}
+    own = {path for path in page_files() if path.endswith(".js") and "vendor" not in path}
+    for path in own:
+        imports = re.findall(r'(?:from|import) "([\w./]+)"', server.client.get(path).text)
+        named |= {urljoin(path, name) for name in imports}
+    assert named | {"/", "/dashboard"} == set(page_files())
+    assert all(server.client.get(name).status_code == 200 for name in named)
+
+
+@pytest.mark.parametrize(
+    ("front", "dashboard", "expected"),
+    [
+        ("chat", "auto", ("dovetail: chat", "dovetail: dashboard")),
+        ("dashboard", "auto", ("dovetail: dashboard", "dovetail: dashboard")),
+        ("chat", "off", ("dovetail: chat", None)),
+        ("off", "auto", (None, "dovetail: dashboard")),
+        ("off", "off", (None, None)),
+    ],
+)
+def test_settings_decide_which_pages_there_are(
+    house: Backend, front: str, dashboard: str, expected: tuple[str | None, str | None]
+) -> None:
+    with api(house.address, f"--http.page={front}", f"--http.dashboard={dashboard}") as other:
+        answers = [other.client.get(path) for path in ("/", "/dashboard")]
+        there = other.client.get(STATE_PATH)
+    titles = [re.search("<title>(.*)</title>", answer.text) for answer in answers]
+    assert tuple(title and title[1] for title in titles) == expected
+    if dashboard == "off":
+        assert there.status_code == 404
+    else:
+        assert there.json()["server"]["chat"] == (front == "chat")
+
+
+def test_the_dashboard_cannot_be_in_front_and_off() -> None:
+    with pytest.raises(ValidationError, match="dashboard is off: set page to chat or off"):
+        HttpSettings(page="dashboard", dashboard="off")
+
+
+def test_nothing_of_them_comes_from_elsewhere() -> None:
+    for path, file in page_files().items():
+        if "/vendor/" in path:
+            continue
+        text = file.content.decode()
+        addresses = set(re.findall(r"(?:https?:)?//[\w-]+\.\w+[\w./-]*", text))
+        assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org"}, path
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|DOMParser",
-            content.decode(),
+            text,
         ), path
 
 
+def test_files_of_other_projects_are_the_published_ones_with_their_licences() -> None:
+    vendor = FOLDER / "vendor"
+    versions = tomllib.loads((vendor / "versions.toml").read_text(encoding="utf-8"))
+    assert set(versions) == {path.name for path in vendor.glob("*.js")}
+    for name, of in versions.items():
+        content = (vendor / name).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == of["sha256"], name
+        assert of["version"].encode() in content[:200]
+        licence = (vendor / f"LICENSE.{of['package']}").read_text(encoding="utf-8")
+        known = {"MIT": "Permission is hereby granted", "Apache-2.0": "Apache License"}
+        assert known[of["licence"]] in licence
+
+
 @pytest.mark.parametrize("path", [*page_files(), STATE_PATH])
-def test_a_browser_is_told_to_run_nothing_else(server: Api, path: str) -> None:
+def test_a_browser_may_run_nothing_else(server: Api, path: str) -> None:
     headers = server.client.get(path).headers
     policy = dict(
         part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";")
@@ -113,11 +168,14 @@ def test_a_browser_is_told_to_run_nothing_else(server: Api, path: str) -> None:
     assert {policy[name] for name in ("script-src", "style-src", "connect-src", "img-src")} == {
         "'self'"
     }
-    assert (
-        policy["require-trusted-types-for"],
-        policy["trusted-types"],
-        policy["frame-ancestors"],
-    ) == ("'script'", "'none'", "'none'")
+    assert (policy["require-trusted-types-for"], policy["frame-ancestors"]) == (
+        "'script'",
+        "'none'",
+    )
+    if path == "/":
+        assert policy["trusted-types"] == "dompurify"
+    elif path == "/dashboard":
+        assert policy["trusted-types"] == "'none'"
     assert (
         headers["x-content-type-options"],
         headers["referrer-policy"],
@@ -127,8 +185,8 @@ def test_a_browser_is_told_to_run_nothing_else(server: Api, path: str) -> None:
 
 
 def test_a_file_that_is_still_the_same_is_not_sent_again(server: Api) -> None:
-    tag = server.client.get("/dashboard/main.js").headers["etag"]
-    again = server.client.get("/dashboard/main.js", headers={"if-none-match": tag})
+    tag = server.client.get("/pages/chat/main.js").headers["etag"]
+    again = server.client.get("/pages/chat/main.js", headers={"if-none-match": tag})
     assert (again.status_code, again.content) == (304, b"")
 
 
@@ -136,7 +194,7 @@ def test_it_is_no_part_of_the_api_document(server: Api) -> None:
     assert not [
         path
         for path in server.client.get("/openapi.json").json()["paths"]
-        if path == "/" or "dashboard" in path
+        if path == "/" or "dashboard" in path or "pages" in path
     ]
 
 
@@ -169,11 +227,6 @@ def test_a_setting_has_the_last_word(house: Backend, server: Api) -> None:
     assert (told["shown"], texts_of(told)) == ("anonymous", [])
 
 
-def test_where_it_is_off_nothing_of_it_is_there(house: Backend) -> None:
-    with api(house.address, "--http.dashboard=off") as other:
-        assert {other.client.get(path).status_code for path in (*page_files(), STATE_PATH)} == {404}
-
-
 def test_the_page_asks_for_the_key_so_it_comes_without_one_and_its_figures_do_not(
     keyed: Api,
 ) -> None:
@@ -200,21 +253,60 @@ def test_a_session_that_is_not_there_is_none_to_fail_for(server: Api) -> None:
     assert state(server, params={"session": "123456"})["tree"] == state(server)["tree"]
 
 
-def test_the_coordinator_is_asked_when_somebody_looks_and_twice_a_second_at_most() -> None:
+@contextmanager
+def looks(house: Backend) -> Iterator[list[float]]:
+    """The times at which the coordinator's log is read."""
     asked: list[float] = []
-    with backend() as house, api(house.address) as server:
-        with house.still() as coordinator:
-            look = coordinator._intake._look
-            coordinator._intake._look = lambda client, request: (
-                asked.append(time.monotonic()),
-                look(client, request),
-            )[1]  # type: ignore[method-assign]
-        server.client.get("/")
-        server.chat(max_tokens=60)
-        assert not asked
+    with house.still() as coordinator:
+        look = coordinator._intake._look
+        coordinator._intake._look = lambda client, request: (  # type: ignore[method-assign]
+            asked.append(time.monotonic()),
+            look(client, request),
+        )[1]
+    yield asked
+
+
+def test_pages_query_the_coordinator_at_most_twice_a_second() -> None:
+    with backend() as house, api(house.address) as server, looks(house) as asked:
         began = time.monotonic()
         assert {server.client.get(STATE_PATH).status_code for _ in range(100)} == {200}
         assert 1 <= len(asked) <= 1 + (time.monotonic() - began) / FRESH_S
+
+
+def test_the_history_is_kept_while_nobody_looks() -> None:
+    """It has what the coordinator's log has forgotten meanwhile."""
+    with backend() as house, api(house.address) as server:
+        server.complete(max_tokens=60)
+        with looks(house) as asked:
+            house.until(lambda: bool(asked))
+            assert len(asked) == 1
+        with house.still() as coordinator:
+            log = coordinator._intake._observing
+            log._ring.clear()
+            log._gone = log._number
+        assert state(server)["figures"]["rounds"] > 0
+
+
+def test_tokens_are_counted_by_key(house: Backend, keyed: Api, server: Api) -> None:
+    owner = hashlib.sha256(b"dovetail owner\0" + KEY.encode()).hexdigest()[:8]
+    headers = {"authorization": f"Bearer {KEY}"}
+
+    def used(api: Api, key: str) -> dict[str, int]:
+        rows = state(api, headers=headers if api is keyed else {})["keys"]
+        return next((row for row in rows if row["key"] == key), {})
+
+    for one, key in ((keyed, owner), (server, "")):
+        before = used(one, key)
+        body = {"prompt": [5, 6, 7], "max_tokens": 9, "ignore_eos": True}
+        sent = headers if one is keyed else {}
+        reply = one.client.post("/v1/completions", json=body, headers=sent)
+        assert reply.json()["usage"]["completion_tokens"] == 9
+        after = used(one, key)
+        grown = {name: after[name] - before.get(name, 0) for name in after if name != "key"}
+        assert grown == {"replies": 1, "prompt": 3, "completion": 9}
+        metrics = one.client.get("/metrics", headers=sent).text
+        line = f'dovetail_tokens_total{{key="{key}",kind="completion"}} {after["completion"]}.0'
+        assert line in metrics.splitlines()
 
 
 def test_names_and_texts_of_peers_are_told_as_they_are_and_never_as_html() -> None:

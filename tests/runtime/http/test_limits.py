@@ -19,7 +19,7 @@ from dovetail.runtime.http import orders
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.bodies import CompletionBody
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.guard import host_name, is_local, is_loopback
+from dovetail.runtime.http.serving.guard import host_name, is_local, is_loopback
 from hostile.requests import WRONG, Wrong, try_request
 from support.patience import PATIENCE_S
 from support.scripted import ScriptedTarget

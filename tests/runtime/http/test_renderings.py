@@ -3,6 +3,7 @@ are refused with a reason, and other requests are unaffected."""
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,7 +100,8 @@ def test_parts_are_read_by_a_template_that_iterates_over_them() -> None:
 
 
 def test_long_prompts_of_one_key_leave_a_thread_to_those_of_another() -> None:
-    service, gate = Service(None, None, None), threading.Event()  # type: ignore[arg-type]
+    terms: Any = SimpleNamespace(dashboard="off")
+    service, gate = Service(None, terms, None), threading.Event()  # type: ignore[arg-type]
     body = CompletionBody(prompt="w" * 9000)
 
     async def play() -> None:

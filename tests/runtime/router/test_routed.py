@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.runtime.http.guard import Guard
+from dovetail.runtime.http.serving.guard import Guard
 from dovetail.runtime.router.app import Fleet, Router
 from dovetail.runtime.router.upstream import Upstream
 
@@ -224,7 +224,7 @@ def test_a_compressed_request_is_routed_by_its_text_and_forwarded_uncompressed()
 def test_the_router_answers_a_wrong_path_or_method_with_the_right_one() -> None:
     async def test() -> None:
         async with routed(streams) as there:
-            status, _, pieces, _ = await there.ask(path="/chat/completions")
+            status, _, pieces, _ = await there.ask(path="/v1/v1/chat/completions")
             assert status == 404
             assert b"not served here: /v1/chat/completions is" in pieces[0]
             there.method = "DELETE"

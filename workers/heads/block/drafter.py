@@ -160,7 +160,7 @@ class BlockDrafter(HeadDrafter):
 
     def __init__(self, head: Head, spans: Spans, **more: Any) -> None:
         super().__init__(head, spans, contrast=False, **more)
-        self.held = int(head.mask_features is not None)
+        self.held, self.levels = int(head.mask_features is not None), head.spec.levels
 
     def open(self, order: Open, base: HeadLeft | None = None) -> HeadSession:
         if base is not None and min(order.kept, base.rows) + self.held >= len(order.prompt):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dovetail.workers.heads.kind import HeadKind
-from dovetail.workers.heads.spec import HeadSpec, Shapes
+from dovetail.workers.heads.spec import HeadSpec, Shapes, TargetShape
 
 if TYPE_CHECKING:
     from dovetail.workers.heads.parts import Body, HeadParts, Inputs, Outcome
@@ -32,12 +32,15 @@ class MtpSpec(HeadSpec):
 class Mtp(HeadKind):
     """MTP layers of published checkpoints."""
 
-    name, title, spec = "mtp", "MTP", MtpSpec
+    name, title, spec, layer = "mtp", "MTP", MtpSpec, "mtp_layers.0."
 
     def recognises(self, shapes: Shapes) -> bool:
         """Return whether there is an MTP layer without the rest of its model."""
         found = any(FUSION.fullmatch(name) for name in shapes)
         return found and not any(name.startswith("layers.0.") for name in shapes)
+
+    def fields(self, config: Any, shapes: Shapes, target: TargetShape) -> dict[str, Any]:
+        return {"normed": True}  # as in the only layout of a layer in a folder of its own
 
     def body(self, parts: "HeadParts") -> "Body":
         import torch

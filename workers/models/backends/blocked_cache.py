@@ -104,6 +104,18 @@ class BlockedCache(SlotCache):
         other.length = other.capacity = length
         return other
 
+    def copied(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        return self._copy(start, stop, stop)
+
+    def _put(self, rows: Sequence[Tensor]) -> int:
+        keys, values = rows
+        count, first = slots_of(values), self.length - self.first
+        own, given = (list(self._views(*its)) for its in ((self.keys, self.values), (keys, values)))
+        for (own_keys, own_values), (new_keys, new_values) in zip(own, given, strict=True):
+            own_keys[..., first // LANES : (first + count) // LANES, :, :] = new_keys
+            own_values[..., first : first + count, :] = new_values
+        return count
+
     def _shared_rows(self, length: int) -> SharedRows | None:
         if self.shared is None or length < LANES:
             return None

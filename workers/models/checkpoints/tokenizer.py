@@ -129,8 +129,8 @@ def _ends(named: tuple[int, ...], own: Mapping[str, Any], table: TokenTable) -> 
 
 
 def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
-    """Return the default chat template, or "". As in transformers, .jinja files override
-    tokenizer_config.json."""
+    """Return the chat template, or "": `tool_use` with tools, else `default`. As in transformers,
+    .jinja files override tokenizer_config.json."""
     named = _named(own.get("chat_template"), folder / "tokenizer_config.json")
     if not named and (file := folder / "chat_template.json").is_file():
         named = _named(read_json(file).get("chat_template"), file)
@@ -144,10 +144,19 @@ def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
     names = ", ".join(sorted(named))[:200]
     if not template.strip():
         return _raising(f"the model has several ({names}), none of which is named default")
+    if with_tools := named.get("tool_use", "").strip():
+        template = _chosen(with_tools, template)
     template = _special_tokens(own, template) + template
     if len(template) > MAX_TEMPLATE:
         return _raising(f"it is longer than {MAX_TEMPLATE} characters")
     return template
+
+
+def _chosen(with_tools: str, template: str) -> str:
+    """Return a template that renders the first one if there are tools, as transformers chooses.
+    The empty expressions protect white space before a tag, and a newline after one is dropped."""
+    one, other = (f"\n{text.removesuffix(chr(10))}{{{{ '' }}}}" for text in (with_tools, template))
+    return f"{{% if tools %}}{one}{{% else %}}{other}{{% endif %}}"
 
 
 def _named(given: Any, file: Path) -> dict[str, str]:

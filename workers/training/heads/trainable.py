@@ -46,6 +46,8 @@ class HeadShape:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     context: int = 2048  # positions that it is trained for
+    head_norms: bool = field(default=False, kw_only=True)
+    """True if the queries and keys of each attention head are normed, as in Qwen3."""
 
     @property
     def own_vocabulary(self) -> int:
@@ -119,6 +121,9 @@ class Attention(nn.Module):
     def __init__(self, shape: HeadShape, width: int) -> None:
         super().__init__()
         self.shape = shape
+        if shape.head_norms:
+            self.q_norm = Norm(shape.head_dim, shape.norm_eps)
+            self.k_norm = Norm(shape.head_dim, shape.norm_eps)
         self.q_proj = nn.Linear(width, shape.heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
@@ -127,15 +132,29 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, by: Turn, seen: Seen, layer: int) -> Tensor:
         """x [B, n, width] -> [B, n, H]; its keys and values become the newest step of this
         layer."""
-        query, key, value = (self._split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        query, key = _turned(query, by).to(value.dtype), _turned(key, by).to(value.dtype)
-        steps = seen.of(layer)
-        steps.append((self._repeat(key), self._repeat(value)))
+        steps, query = seen.of(layer), self.queries(x, by)
+        steps.append(self.memory(x, by))
         mixed = (
             first_attention(query, *steps[0], seen.mask)
             if len(steps) == 1
             else later_attention(query, steps, seen.mask)
         )
+        return self.joined(mixed)
+
+    def queries(self, x: Tensor, by: Turn) -> Tensor:
+        """Return the queries [B, heads, n, head_dim] of rows x [B, n, width]."""
+        query = self._split(self.q_proj(x))
+        normed = self.q_norm(query) if self.shape.head_norms else query
+        return _turned(normed, by).to(query.dtype)
+
+    def memory(self, x: Tensor, by: Turn) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [B, heads, n, head_dim] of rows x [B, n, width]."""
+        key, value = self._split(self.k_proj(x)), self._split(self.v_proj(x))
+        normed = self.k_norm(key) if self.shape.head_norms else key
+        return self._repeat(_turned(normed, by).to(value.dtype)), self._repeat(value)
+
+    def joined(self, mixed: Tensor) -> Tensor:
+        """Return the output [B, n, H] for the mixed values [B, heads, n, head_dim]."""
         return cast(Tensor, self.o_proj(mixed.transpose(1, 2).flatten(2)))
 
     def _split(self, x: Tensor) -> Tensor:
@@ -184,13 +203,15 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A Llama decoder layer; the first of a head has no norm before its attention."""
+    """A Llama decoder layer. `normed`: with a norm before its attention, which the first layer of
+    most heads lacks."""
 
-    def __init__(self, shape: HeadShape, index: int) -> None:
+    def __init__(self, shape: HeadShape, index: int, *, normed: bool | None = None) -> None:
         super().__init__()
         self.index = index
+        normed = index > 0 if normed is None else normed
         self.input_layernorm: nn.Module | None = (
-            Norm(shape.hidden, shape.norm_eps) if index else None
+            Norm(shape.hidden, shape.norm_eps) if normed else None
         )
         self.self_attn = Attention(shape, shape.hidden)
         self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
@@ -217,8 +238,8 @@ def most_frequent(counts: Tensor, size: int) -> Tensor:
     return torch.argsort(counts, descending=True, stable=True)[:size].sort().values
 
 
-class TrainableHead(nn.Module, ABC):
-    """A head of any kind: `begin` takes the target's features, every `forward` is one step."""
+class TrainableDraft(nn.Module, ABC):
+    """A head of any kind, with its draft vocabulary."""
 
     d2t: Tensor
     t2d: Tensor
@@ -234,25 +255,6 @@ class TrainableHead(nn.Module, ABC):
             ids = torch.arange(self.shape.vocabulary)
             self.register_buffer("d2t", torch.zeros(self.shape.own_vocabulary, dtype=torch.int64))
             self.register_buffer("t2d", ids < self.shape.own_vocabulary)
-
-    def begin(self, features: Tensor) -> Tensor:
-        """Return the input state of step 0: features [B, n, W] -> [B, n, H]."""
-        return features
-
-    @abstractmethod
-    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> HeadOutput:
-        """Compute one step: embeddings of the tokens x_{j+1+i} and states [B, n, H], positions j +
-        i [B, n]."""
-
-    def output(self, state: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of the logits of states [..., H]: rows [..., H] and a matrix [Vd, H];
-        target_head has the target's rows for this head's vocabulary [Vd, H]."""
-        return state, target_head
-
-    def logits(self, state: Tensor, target_head: Tensor) -> Tensor:
-        """States [..., H] -> logits [..., Vd]."""
-        rows, matrix = self.output(state, target_head)
-        return functional.linear(rows.to(matrix.dtype), matrix).float()
 
     def turn(self, positions: Tensor) -> Turn:
         """Return the rotation of these positions in this head."""
@@ -277,15 +279,41 @@ class TrainableHead(nn.Module, ABC):
         """Initialise the output head, if it is this head's own, with the target's rows for its
         vocabulary."""
 
-    @torch.no_grad()
+    @abstractmethod
     def begin_with(self, target: TargetParts, stream: float = STREAM) -> int:
         """Initialise a new head from the target where possible, and leave the rest random; return
         how many tensors of the target's layers were copied: none if its norms are not where a
-        head's are. `stream`: the root mean square of its last residual streams.
+        head's are. `stream`: the root mean square of its last residual streams."""
 
-        A head's state is a feature: the residual stream after the final norm. So the copied layers'
-        outputs are scaled as by that norm, and their inputs scaled back; the head's first pass is
-        then roughly the target's last layers applied to the feature."""
+
+class TrainableHead(TrainableDraft):
+    """A head that drafts level by level: `begin` takes the target's features, every `forward` is
+    one step."""
+
+    def begin(self, features: Tensor) -> Tensor:
+        """Return the input state of step 0: features [B, n, W] -> [B, n, H]."""
+        return features
+
+    @abstractmethod
+    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> HeadOutput:
+        """Compute one step: embeddings of the tokens x_{j+1+i} and states [B, n, H], positions j +
+        i [B, n]."""
+
+    def output(self, state: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors of the logits of states [..., H]: rows [..., H] and a matrix [Vd, H];
+        target_head has the target's rows for this head's vocabulary [Vd, H]."""
+        return state, target_head
+
+    def logits(self, state: Tensor, target_head: Tensor) -> Tensor:
+        """States [..., H] -> logits [..., Vd]."""
+        rows, matrix = self.output(state, target_head)
+        return functional.linear(rows.to(matrix.dtype), matrix).float()
+
+    @torch.no_grad()
+    def begin_with(self, target: TargetParts, stream: float = STREAM) -> int:
+        """Initialise a new head. Its state is a feature, the residual stream after the final norm,
+        so the copied layers' outputs are scaled as by that norm, and their inputs scaled back: the
+        first pass is then roughly the target's last layers applied to the feature."""
         final = target.norm("norm.weight")
         typical = final.square().mean().sqrt()
         self.weigh_fusion(target, typical)

@@ -1,6 +1,6 @@
 // What is shown where: each panel from its part of the server's picture.
 
-import { bytes, element, facts, find, fixed, number, percent, show, span, table } from "./build.js";
+import { bytes, element, facts, find, fixed, number, percent, show, span, table } from "../shared/build.js";
 import { above, bar, curve } from "./charts.js";
 import { drawTree, legend, treeList, treeWords } from "./tree.js";
 
@@ -10,6 +10,10 @@ const SHOWN_DECISIONS = 10;
 export function showAll(picture) {
   showSpeculation(picture);
   show("model", [picture.model], ([model]) => (model ? `· ${model}` : ""));
+  find("to-chat").hidden = !picture.server.chat;
+  show("memory", memoryOf(picture), memoryBars);
+  show("caches", [picture.counts.kept, picture.occupied], cachesWords);
+  show("keys", picture.keys, keyTable);
   show("figures", figuresOf(picture), (figures) => figures.map(([term, value]) => element("div", {}, element("dt", {}, term), element("dd", {}, value))));
   show("devices", picture.workers.map(deviceOf(picture.figures.window_s)), (devices) => orNone(devices.map(curve), "No worker is registered."));
   show("speed", speedOf(picture), (curves) => curves.map(curve));
@@ -35,14 +39,47 @@ export function showTree({ tree, sessions }) {
   find("session").value = chosen;
 }
 
-function showSpeculation({ speculation, reasons, loading, degraded }) {
+function showSpeculation({ speculation, reasons, loading, degraded, speedup, figures }) {
   find("speculation").dataset.state = speculation.fault ? "fault" : speculation.state;
-  show("speculation-words", speculation, ({ words }) => `is ${words}`);
+  show("headline", [headline(speedup)], ([words]) => words);
+  show("rates", [ratesOf(speedup, figures)], ([words]) => words);
+  show("speculation-words", speculation, ({ words }) => `Speculation is ${words}`);
   const others = reasons.filter((reason) => !speculation.why.includes(reason) && !loading.some(({ words }) => words === reason));
   find("loading").hidden = loading.length === 0;
   show("loading", loading, () => loading.map(({ words, done, total }) => element("li", {}, element("label", {}, words, element("progress", { max: total, value: done })))));
   find("reasons").hidden = others.length === 0;
   show("reasons", { others, degraded }, () => others.map((reason) => element("li", {}, reason)));
+}
+
+function headline(speedup) {
+  if (speedup === null) return "Speculation";
+  return speedup.times < 1.05 ? "As fast as without a draft" : `${fixed(speedup.times, 1)} times as fast as without a draft`;
+}
+
+function ratesOf(speedup, { tokens_per_s }) {
+  const total = `${fixed(tokens_per_s, 1)} tokens/s in all streams`;
+  if (speedup === null) return total;
+  return `${total}; ${fixed(speedup.tokens_per_s, 1)} in each, without a draft ${fixed(speedup.alone_tokens_per_s, 1)} (predicted)`;
+}
+
+function memoryOf({ workers, processes }) {
+  const resident = [...workers, ...processes].filter(({ rss_mb }) => rss_mb);
+  return resident.map(({ name, rss_mb }) => [name, rss_mb]);
+}
+
+function memoryBars(resident) {
+  const most = Math.max(...resident.map(([, megabytes]) => megabytes));
+  return orNone(resident.map(([name, megabytes]) => bar(name, megabytes / most, `${number(megabytes, 0)} MB`)), "Not known.", "li");
+}
+
+function cachesWords([kept, occupied]) {
+  return `${percent(occupied)} of the room for sessions is in use; the caches of ${number(kept)} ended ones are kept.`;
+}
+
+function keyTable(keys) {
+  const columns = [["key", false], ["replies", true], ["prompt", true], ["reply", true]];
+  const rows = keys.map((own) => [own.key || "none", number(own.replies), number(own.prompt), number(own.completion)]);
+  return rows.length ? table("Tokens by API key", columns, rows) : element("p", { class: "quiet" }, "No request yet.");
 }
 
 function figuresOf({ figures, counts }) {

@@ -1,6 +1,6 @@
 // Curves over time and bars, each with its figures in words beside it.
 
-import { drawn, element } from "./build.js";
+import { drawn, element } from "../shared/build.js";
 
 const WIDTH = 600;
 const HEIGHT = 100;

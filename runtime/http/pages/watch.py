@@ -1,23 +1,23 @@
-"""The dashboard: one page at `/`, and the state that it and `dovetail top` poll over HTTP. The
-coordinator is queried only on such a poll, and at most twice a second however many pages are open.
-The page is plain static files without secrets; it asks the user for the key. Its headers forbid
-content from elsewhere, inline scripts and MIME sniffing.
+"""The state that the dashboard and `dovetail top` poll over HTTP. The coordinator is queried at
+most twice a second however many pages are open, and every few seconds while none is, so that the
+history is complete whenever somebody looks.
 """
 
 import asyncio
-import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Query
 from fastapi.responses import Response
 
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.exposition import KeyUse
 from dovetail.runtime.http.gateway import Gateway
+from dovetail.runtime.http.pages.site import HEADERS, POLICIES, policy
 from dovetail.runtime.telemetry.live_stats import LiveStats
 from dovetail.runtime.telemetry.picture import label
 
@@ -25,40 +25,9 @@ Shown = Literal["full", "anonymous", "off"]
 
 EVERY_S = 1.0  # seconds between two requests of a page
 FRESH_S = 0.5  # seconds for which an answer is cached
+UNSEEN_S = 5.0  # seconds between two queries of the coordinator while nobody looks
 MOST_LOOKS = 8  # the most messages read for one update; the next request reads the rest
 STATE_PATH = "/dashboard/state"
-FOLDER = Path(__file__).parent / "page"
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
-    "'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
-)
-HEADERS = {
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "permissions-policy": "camera=(), microphone=(), geolocation=()",
-}
-
-
-def page_files() -> dict[str, tuple[str, bytes]]:
-    """Return path -> (content type, content) of all files of the page."""
-    found = {
-        path.name: (TYPES[path.suffix], path.read_bytes())
-        for path in sorted(FOLDER.iterdir())
-        if path.suffix in TYPES
-    }
-    return {
-        "/" if name == "index.html" else f"/dashboard/{name}": file for name, file in found.items()
-    }
 
 
 class Watch:
@@ -72,10 +41,12 @@ class Watch:
         name: Callable[[RequestTarget], str],
         called: Callable[[str], str],
         about: Mapping[str, Any],
+        used: Mapping[str, KeyUse],
     ) -> None:
         """`name`: the served name of a target; `called` returns the name of a worker's model;
-        `about`: facts about this server."""
+        `about`: facts about this server; `used`: the tokens of each API key."""
         self._gateway, self._shown, self._name, self._about = gateway, shown, name, about
+        self._used = used
         self._called = called
         self._live_stats = LiveStats()
         self._heard_s = float("-inf")
@@ -95,9 +66,19 @@ class Watch:
             "every_s": EVERY_S,
             "shown": self._shown,
             "model": model,
+            "keys": [{"key": key, **vars(use)} for key, use in self._used.items()],
             **seen,
         }
         return json.dumps(told, separators=(",", ":")).encode()
+
+    async def keep(self) -> None:
+        """Query the coordinator while nobody else does, until cancelled."""
+        while True:
+            await asyncio.sleep(UNSEEN_S)
+            async with self._hearing:
+                if asyncio.get_running_loop().time() - self._heard_s >= UNSEEN_S / 2:
+                    with suppress(ApiError):  # there is no coordinator now
+                        await self._hear()
 
     async def _hear(self) -> None:
         for _ in range(MOST_LOOKS):
@@ -117,30 +98,18 @@ def _spelt(target: RequestTarget, token: int) -> str:
     return label(target.text.piece(token))
 
 
-def add_dashboard(app: FastAPI, watch: Watch) -> None:
-    """Add the routes of the page and of its state, which are not part of the API."""
-    for path, (kind, content) in page_files().items():
-        about = {"content-type": kind, "etag": f'"{hashlib.sha256(content).hexdigest()[:16]}"'}
-        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(
-            _serve(content, about)
-        )
+def add_state(app: FastAPI, watch: Watch) -> None:
+    """Add the route of the dashboard's state, which is not part of the API."""
 
     @app.get(STATE_PATH, include_in_schema=False)
     async def state(session: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None) -> Response:
         """Return the state of the page, with this session's tree or the newest one's."""
         return Response(
             await watch.picture(session),
-            headers={**HEADERS, "content-type": "application/json", "cache-control": "no-store"},
+            headers={
+                **HEADERS,
+                "content-security-policy": policy(POLICIES["dashboard"]),
+                "content-type": "application/json",
+                "cache-control": "no-store",
+            },
         )
-
-
-def _serve(content: bytes, about: Mapping[str, str]) -> Callable[[Request], Awaitable[Response]]:
-    """Return a route that serves a file, or 304 if it has not changed."""
-    headers = {**HEADERS, **about, "cache-control": "no-cache"}
-
-    async def serve(request: Request) -> Response:
-        if request.headers.get("if-none-match") == about["etag"]:
-            return Response(status_code=304, headers=headers)
-        return Response(content, headers=headers)
-
-    return serve

@@ -15,8 +15,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.guard import UNREAD, App
-from dovetail.runtime.http.listening import BACKLOG
+from dovetail.runtime.http.serving.guard import UNREAD, App
+from dovetail.runtime.http.serving.listening import BACKLOG
 
 log = logging.getLogger("dovetail.http")
 

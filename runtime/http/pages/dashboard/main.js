@@ -1,12 +1,11 @@
-// Asks the server again and again, as long as somebody looks; keeps the key in this tab; says when nobody answers, and who came back.
+// Polls the server as long as somebody looks, and reports when it does not answer, and what was restarted.
 
-import { element, find, forget } from "./build.js";
+import { access, accepted, askForKey, prepare } from "../shared/browser.js";
+import { element, find, forget } from "../shared/build.js";
 import { showAll, showTree } from "./panels.js";
 
 const MOST_WAIT_MS = 15000;
 const PATIENCE_MS = 8000;
-const KEY = "dovetail-key";
-const THEME = "dovetail-theme";
 const MOST_NOTICES = 8;
 
 let timer = null;
@@ -15,17 +14,6 @@ let paused = false;
 let failures = 0;
 let everyMs = 1000;
 let picture = null;
-
-function kept(storage, name, value) {
-  try {
-    if (value === undefined) return storage.getItem(name);
-    return value === "" ? storage.removeItem(name) : storage.setItem(name, value);
-  } catch {
-    return null; // a browser that keeps nothing: what is chosen holds for this page
-  }
-}
-
-let key = kept(sessionStorage, KEY) ?? "";
 
 async function turn() {
   timer = null;
@@ -42,10 +30,12 @@ async function ask() {
   const session = find("session").value;
   let answer;
   try {
-    const headers = key ? { Authorization: `Bearer ${key.replace(/[^\x21-\x7e]/g, "?")}` } : {}; // keys are ASCII, and a header takes nothing else
-    answer = await fetch(`dashboard/state${session ? `?session=${session}` : ""}`, { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    answer = await fetch(`dashboard/state${session ? `?session=${session}` : ""}`, { headers: access(), cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
     const said = await answer.json();
-    if (answer.status === 401) return askForKey();
+    if (answer.status === 401) {
+      askForKey();
+      return say("paused", "waiting for the API key");
+    }
     if (!answer.ok) return failed(said.error?.message ?? `status ${answer.status}`);
     told(said);
   } catch (error) {
@@ -62,10 +52,7 @@ function told(said) {
   picture = said;
   everyMs = 1000 * said.every_s;
   say("live", "live");
-  const keyed = find("key-form").contains(document.activeElement);
-  find("key-form").hidden = true;
-  find("main").hidden = false;
-  if (keyed) find("main").focus();
+  accepted();
   delete find("main").dataset.stale;
   showAll(said);
   again(everyMs);
@@ -77,16 +64,6 @@ function failed(why) {
   if (picture !== null) find("main").dataset.stale = "";
   say("lost", `${why}; trying again`);
   again(Math.min(MOST_WAIT_MS, everyMs * 2 ** Math.min(failures - 1, 6)));
-}
-
-function askForKey() {
-  if (key) find("key-words").textContent = "This server does not take that key. Please try another one.";
-  key = "";
-  kept(sessionStorage, KEY, "");
-  find("main").hidden = true;
-  find("key-form").hidden = false;
-  find("key").focus();
-  say("paused", "waiting for the API key");
 }
 
 function again(inMs) {
@@ -112,24 +89,11 @@ function pause() {
   again(0);
 }
 
-function dress(theme) {
-  if (theme) document.documentElement.dataset.theme = theme;
-  else delete document.documentElement.dataset.theme;
-  kept(localStorage, THEME, theme);
-}
-
 find("pause").addEventListener("click", pause);
-find("theme").value = kept(localStorage, THEME) ?? "";
-dress(find("theme").value);
-find("theme").addEventListener("change", (event) => dress(event.target.value));
 find("session").addEventListener("change", () => again(0));
 find("tree-details").addEventListener("toggle", () => picture !== null && showTree(picture));
 document.addEventListener("visibilitychange", () => again(0));
-find("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  key = find("key").value.trim();
-  find("key").value = "";
-  kept(sessionStorage, KEY, key);
+prepare(() => {
   forget();
   again(0);
 });

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Container, MutableMapping, Sequence
 from typing import Any
 
-from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.errors import ApiError, shaped
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -61,7 +61,7 @@ class Guard:
         headers = dict(scope["headers"])
         error = self._why_not(scope, headers)
         if error is not None:
-            await answer(error, send)
+            await answer(error, send, scope["path"])
             return
         scope[STRAIGHT], unpack = send, None
         if scope["method"] == "HEAD":  # the server omits the body
@@ -72,7 +72,7 @@ class Guard:
         try:
             await self._app(scope, self._bounded(receive, unpack), send)
         except Refused as refused:
-            await answer(refused.error or self._too_large(), send)
+            await answer(refused.error or self._too_large(), send, scope["path"])
 
     def _why_not(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         if self._only_local_names and host_name(headers.get(b"host", b"")) not in LOCAL_NAMES:
@@ -89,7 +89,8 @@ class Guard:
         elif self._keys and not free:
             return ApiError(
                 401,
-                "the API key is missing or wrong: send the header `Authorization: Bearer KEY`",
+                "the API key is missing or wrong: send the header `Authorization: Bearer KEY`, or "
+                "`x-api-key: KEY`",
                 code="invalid_api_key",
             )
         if (encoding := _encoding(headers)) not in (*PLAIN, *ENCODINGS):
@@ -102,9 +103,11 @@ class Guard:
     def _key(self, headers: dict[bytes, bytes]) -> bytes | None:
         """Return the request's key if it is valid; compared with all keys in constant time."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":  # Anthropic's clients have a header of their own
+            given = headers.get(b"x-api-key", b"")
         keys = [key.encode() for key in self._keys]
         equal = [key for key in keys if hmac.compare_digest(given.strip(), key)]
-        return equal[0] if scheme.lower() == b"bearer" and equal else None
+        return equal[0] if equal else None
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -187,9 +190,10 @@ def shared(app: App, cors: str) -> App:
     )
 
 
-async def answer(error: ApiError, send: Send) -> None:
-    """Answer with an error; the connection stays open for clients that are still sending."""
-    body = json.dumps(error.body).encode()
+async def answer(error: ApiError, send: Send, path: str = "") -> None:
+    """Answer with an error, in the form of the API of `path`; the connection stays open for clients
+    that are still sending."""
+    body = json.dumps(shaped(error, path)).encode()
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

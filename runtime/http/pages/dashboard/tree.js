@@ -1,6 +1,6 @@
 // The tree of a round: the root at the left, best children on top, the accepted path thick, and the token that the target chose behind it.
 
-import { drawn, element, percent } from "./build.js";
+import { drawn, element, percent } from "../shared/build.js";
 
 const ROW = 27;
 const CHIP = 20;

@@ -1,0 +1,285 @@
+"""Grammars that a reply must follow: how they are written, and which tokens they allow next.
+
+The only module that uses llguidance. A grammar is llguidance's own text: Lark with `%json {...}`
+parts, or JSON that contains schemas. Its masks depend on this text, the tokenizer and the version
+of the library (`grammar_engine`) alone: after the same tokens they are the same, however they were
+reached.
+
+Schemas follow draft 2020-12 as far as the library implements it. Properties come in the order of
+the schema, and text is written as UTF-8, without `\\u` escapes of characters that need none."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import MAX_GRAMMAR, VocabularyFacts
+
+WHITESPACE = " |\n {0,16}"
+"""The whitespace at each place of a JSON text: a space, or a new line with an indentation. Without
+a bound, a model that is stuck writes blanks to the end of its reply (vLLM #21026, ollama #2623)."""
+MAX_SCHEMA = 1 << 18  # characters of a schema
+MAX_DEPTH = 64  # nesting of a schema
+MAX_PARTS = 10_000  # properties and enum values of a schema
+MAX_PATTERNS = 100  # different patterns of a schema
+MAX_CHOICES = 1000
+KEPT = 64  # compiled grammars that are kept
+LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""Bounds of time and memory: `^(a{1000}){1000}$` is refused after 0.1 s, which took 0.9 s and
+269 MB with the library's own bounds."""
+SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
+VALUES = frozenset(("const", "enum", "default", "examples"))
+"""Keywords whose values are JSON texts, not schemas."""
+Allowed = NDArray[np.bool_]
+
+
+def refused(text: str) -> RequestError:
+    """Return the error for a grammar that cannot be followed, from the reason's first line, and the
+    one that begins with "error:"."""
+    lines = [one.strip() for one in text.splitlines() if one.strip()]
+    first, *others = lines or ["it cannot be compiled"]
+    cause = next((one.removeprefix("error:") for one in others if one.startswith("error:")), "")
+    return RequestError("constraint", f"{first}{cause}"[:500])
+
+
+# -- writing grammars ------------------------------------------------------------------------------
+
+
+def of_schema(schema: Any, *, strict: bool = False, whitespace: str = WHITESPACE) -> str:
+    """Return the grammar of JSON texts that follow a schema; see `json_part`."""
+    content = json.loads(json_part(schema, strict=strict, whitespace=whitespace))
+    return json.dumps({"grammars": [{"json_schema": content}]}, ensure_ascii=False)
+
+
+def json_part(schema: Any, *, strict: bool = False, whitespace: str = WHITESPACE) -> str:
+    """Return a schema as a grammar's text has it after `%json`. Unless `strict`, keywords that the
+    library does not implement are ignored, and `relaxed` lists them. Raises `RequestError` of code
+    "constraint" for a schema that is too large."""
+    check_size(schema)
+    if not isinstance(schema, dict | bool):
+        raise refused(f"a schema is an object, not {json.dumps(schema)[:40]}")
+    content = _read(schema if isinstance(schema, dict) else {"enum": []}, strict)
+    content["x-guidance"] = {"whitespace_pattern": whitespace, "lenient": not strict}
+    return json.dumps(content, ensure_ascii=False)
+
+
+def of_regex(pattern: str) -> str:
+    """Return the grammar of texts that match a regular expression as a whole."""
+    return str(llguidance.LLMatcher.grammar_from_regex(pattern))
+
+
+def of_choice(texts: Sequence[str]) -> str:
+    """Return the grammar of these texts."""
+    if not 0 < len(texts) <= MAX_CHOICES:
+        raise refused(f"{len(texts)} choices: give 1 to {MAX_CHOICES}")
+    return of_regex("|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts))
+
+
+def of_gbnf(text: str) -> str:
+    """Return the grammar of llama.cpp's GBNF, or of Lark."""
+    try:
+        return of_lark(any_to_lark(text))
+    except Exception as error:  # the library raises bare Exception, too
+        raise refused(f"the grammar is neither GBNF nor Lark: {error}") from None
+
+
+def of_lark(text: str) -> str:
+    """Return the grammar of llguidance's Lark."""
+    return str(llguidance.LLMatcher.grammar_from_lark(text))
+
+
+def relaxed(schema: Any) -> list[str]:
+    """Return the patterns of a schema that cannot be followed, and are dropped unless it is
+    strict."""
+    return [f"pattern {one}" for one in dict.fromkeys(_patterns(schema)) if _unreadable(one)]
+
+
+def check_size(schema: Any) -> None:
+    """Raise `RequestError` of code "constraint" for a schema beyond the limits."""
+    layer, parts = [schema], 0
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for one in layer:
+            if isinstance(one, dict):
+                inner += one.values()
+                parts += len(one.get("properties") or ()) if "properties" in one else 0
+                parts += len(one["enum"]) if isinstance(one.get("enum"), list) else 0
+            elif isinstance(one, list):
+                inner += one
+        layer = [one for one in inner if isinstance(one, dict | list)]
+        if not layer:
+            break
+    else:
+        raise refused(f"the schema is nested more than {MAX_DEPTH} levels deep")
+    if parts > MAX_PARTS:
+        raise refused(f"the schema has {parts} properties and enum values: use at most {MAX_PARTS}")
+    if (patterns := len({*_patterns(schema)})) > MAX_PATTERNS:
+        raise refused(f"the schema has {patterns} patterns: use at most {MAX_PATTERNS}")
+    if (size := len(json.dumps(schema, ensure_ascii=False))) > MAX_SCHEMA:
+        raise refused(f"the schema has {size} characters: use at most {MAX_SCHEMA}")
+
+
+def _read(schema: Any, strict: bool) -> Any:
+    """Return a schema without OpenAPI's `nullable`, which the library ignores, and without patterns
+    that it cannot follow unless `strict`."""
+    if isinstance(schema, list):
+        return [_read(one, strict) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: one if name in VALUES else _read(one, strict) for name, one in schema.items()}
+    if not strict:
+        if isinstance(pattern := found.get("pattern"), str) and _unreadable(pattern):
+            del found["pattern"]
+        if isinstance(named := found.get("patternProperties"), dict):
+            found["patternProperties"] = {k: v for k, v in named.items() if not _unreadable(k)}
+    if found.get("nullable") is not True:
+        return found
+    del found["nullable"]
+    kinds = found.get("type")
+    if isinstance(kinds, str | list):
+        own = [kinds] if isinstance(kinds, str) else kinds
+        return {**found, "type": [*own, *(() if "null" in own else ("null",))]}
+    return {"anyOf": [found, {"type": "null"}]} if found else found
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """Yield the regular expressions of a schema."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _patterns(one)
+    elif isinstance(schema, dict):
+        if isinstance(pattern := schema.get("pattern"), str):
+            yield pattern
+        if isinstance(named := schema.get("patternProperties"), dict):
+            yield from named
+        for name, one in schema.items():
+            yield from _patterns(one) if name not in VALUES else ()
+
+
+@lru_cache(1024)
+def _unreadable(pattern: str) -> bool:
+    """Return whether the library cannot follow a pattern of a schema."""
+    grammar = llguidance.LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
+    return bool(llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS))
+
+
+# -- following them --------------------------------------------------------------------------------
+
+
+class Matcher:
+    """A place in a grammar: after some tokens of a reply."""
+
+    def __init__(self, own: llguidance.LLMatcher, vocabulary: "GrammarVocabulary") -> None:
+        self._own, self._vocabulary = own, vocabulary
+        self.ended = False  # True after a token that ends the reply
+
+    @property
+    def size(self) -> int:
+        """The size of the vocabulary."""
+        return self._vocabulary.size
+
+    def copy(self) -> "Matcher":
+        """Return an independent matcher at the same place."""
+        copied = Matcher(self._own.deep_copy(), self._vocabulary)
+        copied.ended = self.ended
+        return copied
+
+    def allowed(self) -> Allowed:
+        """Return which tokens [V] may come next: after the end of a reply only those that end it.
+        Raises `RequestError` of code "constraint" if a limit is reached."""
+        vocabulary = self._vocabulary
+        if self.ended:
+            return vocabulary.ends
+        mask = self._own.compute_bitmask()
+        self._check()
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        return bits[: vocabulary.size].view(np.bool_)
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Go on to the place after `tokens`; those after the end of the reply are ignored. Raises
+        `RequestError` of code "constraint" if the grammar does not allow them."""
+        for token in tokens:
+            if self.ended:
+                return
+            if not self._own.consume_token(token):
+                self._check()
+                raise refused(f"the grammar does not allow token {token} after those before it")
+            self.ended = bool(self._vocabulary.ends[token])
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must come next, since there is no choice; none after the end."""
+        return [] if self.ended else list(self._own.compute_ff_tokens())
+
+    @property
+    def complete(self) -> bool:
+        """Whether the reply may end here."""
+        return self.ended or self._own.is_accepting()
+
+    def _check(self) -> None:
+        if self._own.is_error():
+            raise refused(self._own.get_error())
+
+
+class GrammarVocabulary:
+    """The tokens of a model, for which grammars are compiled."""
+
+    def __init__(self, tokenizer: bytes, size: int, end: Sequence[int]) -> None:
+        """`tokenizer`: the bytes of tokenizer.json. `size`: V; ids beyond the file are never
+        allowed. `end`: the ids that end a reply. Raises `RequestError` of code "constraint" for a
+        tokenizer that the library cannot read."""
+        self.size = size
+        self.ends = np.zeros(size, np.bool_)
+        self.ends[[token for token in end if token < size]] = True
+        if not self.ends.any():
+            raise refused("the model has no token that ends a reply, which grammars need")
+        try:
+            text = tokenizer.decode("utf-8")
+            self._tokens = llguidance.LLTokenizer(text, n_vocab=size, eos_token=[*end])
+        except ValueError as error:
+            raise refused(f"grammars cannot use the model's tokenizer: {error}") from None
+        self._compiled = lru_cache(KEPT)(self._compile)
+
+    @classmethod
+    def of(cls, tokenizer: bytes, facts: VocabularyFacts) -> "GrammarVocabulary":
+        """Return the vocabulary of a model, made once: it takes 0.6 s for 131,072 tokens."""
+        return _made(tokenizer, facts.size, facts.end)
+
+    def matcher(self, grammar: str) -> Matcher:
+        """Return a matcher at the beginning of a grammar. Raises `RequestError` of code
+        "constraint" if the grammar is wrong, or exceeds the limits."""
+        return Matcher(self._compiled(grammar).deep_copy(), self)
+
+    def warnings(self, grammar: str) -> list[str]:
+        """Return which parts of a grammar are ignored."""
+        return list(self._compiled(grammar).get_grammar_warnings())
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        if len(grammar) > MAX_GRAMMAR:
+            raise refused(f"the grammar has {len(grammar)} characters: use at most {MAX_GRAMMAR}")
+        own = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
+        if not own.is_error():  # some limits are reached with the first mask
+            first = own.deep_copy()
+            first.compute_bitmask()
+            if not first.is_error():
+                return own
+            own = first
+        raise refused(own.get_error())
+
+
+@lru_cache(4)
+def _made(tokenizer: bytes, size: int, end: tuple[int, ...]) -> GrammarVocabulary:
+    return GrammarVocabulary(tokenizer, size, end)

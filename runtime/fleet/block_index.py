@@ -1,0 +1,38 @@
+"""The names of the blocks of cached prompts that a worker stores, and how much of a prompt they
+cover. Pure."""
+
+from dataclasses import dataclass, field
+
+from dovetail.protocol.prefixes import BLOCK_TOKENS, NAME_BYTES, TOKEN_BYTES, names_of
+from dovetail.runtime.session.request import Base
+
+
+@dataclass
+class BlockIndex:
+    """The stored blocks of one worker."""
+
+    seed: bytes = b""  # from which their names begin; empty: it stores none
+    known: int = 0  # how many tokens after a row the row depends on
+    _names: set[bytes] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def note(self, names: bytes, *, stored: bool) -> None:
+        """Note that blocks of these joined names were stored, or that they are gone."""
+        every = [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+        (self._names.update if stored else self._names.difference_update)(every)
+
+    def find(self, scope: bytes, log: bytes, other: Base | None = None) -> Base | None:
+        """Return the stored rows that a packed log begins with, if they are more than those of
+        `other`, else `other`. The last token is always computed."""
+        if not (self._names and scope):
+            return other
+        log, found = log[:-TOKEN_BYTES], 0
+        for name in names_of(self.seed, scope, log, self.known):
+            if name not in self._names:
+                break
+            found += BLOCK_TOKENS
+        if found <= (0 if other is None else other.tokens):
+            return other
+        return Base(None, found, shared=True)

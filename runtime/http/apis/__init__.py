@@ -1,0 +1,1 @@
+"""The APIs that are served: bodies translated into completions, and writers of responses."""

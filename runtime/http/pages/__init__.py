@@ -1,0 +1,1 @@
+"""The pages for a browser: the chat and the dashboard."""

@@ -1,0 +1,1 @@
+"""The listening socket, its connections, and the checks before every route."""

@@ -1,0 +1,1 @@
+"""Tools and reasoning: how models write them, how replies are read, and what a grammar allows."""

@@ -1,0 +1,429 @@
+"""Other APIs than OpenAI's completions: what their own clients read, from a server and from every
+kind of event."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import anthropic
+import ollama
+import openai
+import pytest
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.messages import Described, Finished, VocabularyFacts
+from dovetail.protocol.settings import SamplingSettings, TreeSettings
+from dovetail.runtime.http.apis.anthropic import MessagesWriter
+from dovetail.runtime.http.apis.ollama import OllamaWriter
+from dovetail.runtime.http.apis.openai import ChatWriter
+from dovetail.runtime.http.apis.responses import ResponsesBody, ResponsesWriter
+from dovetail.runtime.http.apis.writers import OpenWriter
+from dovetail.runtime.http.asked import Aliases, RequestTarget
+from dovetail.runtime.http.bodies import ChatBody
+from dovetail.runtime.http.events import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Event,
+    Reasoning,
+    Text,
+    size,
+    without,
+)
+from dovetail.runtime.http.orders import Defaults, chat_order
+from dovetail.runtime.http.replies import Part
+from dovetail.runtime.text.tokenizer import codec_of
+from support import golden
+from support.scripted import ScriptedTarget, continuation, tokenizer_bytes
+from support.site import scripted
+from support.web import CHAT, TEMPLATE, Api, Backend, api, backend
+
+MODEL = "scripted-target"
+MESSAGES = [{"role": "user", "content": "w5 w6"}]
+ASKED: dict[str, Any] = {"model": MODEL, "messages": MESSAGES}
+REPLY = "".join(f" w{token}" for token in continuation(CHAT, 5))
+KEY = "0123456789abcdef"
+SAID: Sequence[Event] = (
+    Reasoning("I must "),
+    Reasoning("look."),
+    Text("Let me "),
+    Text("see."),
+    CallBegun(0, "abcdefgh1", "read"),
+    CallArguments(0, '{"path": '),
+    CallArguments(0, '"é.txt"}'),
+    CallEnded(0),
+    CallBegun(1, "abcdefgh2", "list"),
+    CallEnded(1),
+)
+"""A reply with everything that a reply can have."""
+CALLS = [("abcdefgh1", "read", {"path": "é.txt"}), ("abcdefgh2", "list", {})]
+
+
+# -- a server --------------------------------------------------------------------------------------
+
+
+def test_anthropics_client_reads_replies_whole_and_streamed(server: Api) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="none") as client:
+        asked: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": MESSAGES}
+        whole = client.messages.create(**asked)
+        assert [block.text for block in whole.content if block.type == "text"] == [REPLY]
+        assert whole.stop_reason == "max_tokens"
+        assert (whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)) == len(CHAT)
+        assert client.messages.count_tokens(**ASKED).input_tokens == len(CHAT)
+        with client.messages.stream(**asked) as stream:
+            assert "".join(stream.text_stream) == REPLY
+            assert stream.get_final_message().usage.output_tokens == 5
+
+
+def test_a_stop_string_is_named_to_anthropics_client(server: Api) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="none") as client:
+        word = REPLY.split()[2]
+        reply = client.messages.create(
+            model=MODEL,
+            max_tokens=5,
+            messages=MESSAGES,  # type: ignore[arg-type]
+            stop_sequences=["w0w0", word],
+        )
+        assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", word)
+
+
+def test_system_prompts_are_read_without_the_line_for_anthropics_billing(server: Api) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="none") as client:
+        billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=2;"}
+        counted = [
+            client.messages.count_tokens(**ASKED, system=system).input_tokens  # type: ignore[arg-type]
+            for system in ("w3 w4", [billing, {"type": "text", "text": "w3 w4"}])
+        ]
+        assert counted == [len(CHAT) + 3] * 2
+
+
+def test_the_responses_api_is_read_by_openais_client(server: Api) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        whole = client.responses.create(
+            model=MODEL, input="w5 w6", max_output_tokens=5, tools=[{"type": "web_search"}]
+        )
+        assert whole.output_text == REPLY
+        assert whole.incomplete_details is not None
+        assert whole.incomplete_details.reason == "max_output_tokens"
+        assert whole.metadata == {"tools_left_out": "web_search"}
+        text = ""
+        for number, event in enumerate(
+            client.responses.create(
+                model=MODEL,
+                input=[{"role": "user", "content": "w5 w6"}],
+                max_output_tokens=5,
+                stream=True,
+            )
+        ):
+            assert event.sequence_number == number
+            text += event.delta if event.type == "response.output_text.delta" else ""
+        assert text == REPLY
+        assert event.type == "response.incomplete"
+        assert event.response.output_text == REPLY
+
+
+def test_ollamas_client_reads_chats_and_prompts_whole_and_streamed(server: Api) -> None:
+    with ollama.Client(host=server.url) as client:
+        options = {"num_predict": 5, "num_ctx": 4096}
+        chat = partial(client.chat, model=f"{MODEL}:latest", messages=MESSAGES, options=options)
+        whole = chat()
+        assert (whole.message.content, whole.done_reason) == (REPLY, "length")
+        assert (whole.prompt_eval_count, whole.eval_count) == (len(CHAT), 5)
+        parts = [*chat(stream=True)]
+        assert "".join(part.message.content or "" for part in parts) == REPLY
+        assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+        generate = partial(client.generate, model=MODEL, prompt="w5 w6", options=options)
+        assert generate().response == REPLY
+        raw = "".join(f" w{token}" for token in continuation([5, 6], 5))
+        assert generate(raw=True).response == raw
+        assert "".join(part.response or "" for part in generate(raw=True, stream=True)) == raw
+        assert client.generate(model=MODEL).done_reason == "load"
+        assert [one.model for one in client.list().models] == [MODEL]
+        assert [one.context_length for one in client.ps().models] == [512]
+        assert (client.show(MODEL).modelinfo or {})["dovetail.context_length"] == 512
+
+
+def test_llama_servers_own_routes_answer_in_its_form(server: Api) -> None:
+    text = "".join(f" w{token}" for token in continuation([5, 6], 4))
+    asked = {"prompt": "w5 w6", "n_predict": 4}
+    whole = server.ask("/completion", **asked)
+    assert (whole["content"], whole["stop_type"], whole["tokens_predicted"]) == (text, "limit", 4)
+    assert whole["timings"]["predicted_n"] == 4
+    parts = server.stream("/completion", **asked)
+    assert "".join(part["content"] for part in parts) == text
+    assert [part["stop"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    word = text.split()[2]
+    stopped = server.ask("/completion", **asked, stop=[word])
+    assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", word)
+    assert server.ask("/apply-template", messages=MESSAGES) == {"prompt": "w1 w5 w6 w2"}
+    assert server.ask("/tokenize", content="w5 w6") == {"tokens": [5, 6]}
+    pieces = server.ask("/tokenize", content="w5 w6", with_pieces=True)["tokens"]
+    assert pieces == [{"id": 5, "piece": " w5"}, {"id": 6, "piece": " w6"}]
+    props = server.client.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == 512
+    assert props["chat_template"] == TEMPLATE
+    slots = server.client.get("/slots").json()
+    assert len(slots) == props["total_slots"]
+    assert not any(slot["is_processing"] for slot in slots)
+
+
+def test_paths_without_v1_are_those_with_it(server: Api) -> None:
+    same = {"max_tokens": 3, "seed": 1}
+    for path, fields in (
+        ("/chat/completions", {"messages": MESSAGES}),
+        ("/completions", {"prompt": "w5"}),
+    ):
+        one, other = (server.ask(prefix + path, **fields, **same) for prefix in ("", "/v1"))
+        assert one["choices"] == other["choices"]
+    assert server.client.get("/models").json() == server.client.get("/v1/models").json()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0] has the role 'tool'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0] has 'image': send text or tool_result",
+        ),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}, "cannot be prefilled"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] has the type"),
+        ({"stop_sequences": [""]}, "stop_sequences[0] is empty"),
+        ({"sed": 1}, "sed is not a known field here"),
+        ({"max_tokens": None}, "max_tokens"),
+    ],
+)
+def test_a_wrong_request_is_refused_in_anthropics_form(
+    server: Api, change: dict[str, Any], words: str
+) -> None:
+    body = {"model": MODEL, "max_tokens": 5, "messages": MESSAGES, **change}
+    reply = server.client.post("/v1/messages", json=body)
+    assert reply.status_code == 400
+    error = reply.json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert words in error["error"]["message"]
+
+
+def test_errors_have_the_form_of_the_api_that_was_called(server: Api) -> None:
+    wrong: dict[str, Any] = {"model": "x", "messages": MESSAGES}
+    words = "^there is no model 'x' here"
+    with (
+        anthropic.Anthropic(base_url=server.url, api_key="x") as claude,
+        pytest.raises(anthropic.NotFoundError, match=words[1:]),
+    ):
+        claude.messages.create(**wrong, max_tokens=5)
+    with (
+        ollama.Client(host=server.url) as local,
+        pytest.raises(ollama.ResponseError, match=words) as refused,
+    ):
+        local.chat(**wrong)
+    assert refused.value.status_code == 404
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+        with pytest.raises(openai.NotFoundError, match="there is no model 'x' here"):
+            client.responses.create(model="x", input="w5")
+        with pytest.raises(openai.BadRequestError, match="nothing is stored here"):
+            client.responses.create(model=MODEL, input="w5", previous_response_id="resp_1")
+    for path, inside in (("/v1/embeddings", True), ("/api/embed", False)):
+        reply = server.client.post(path, json={})
+        error = reply.json()["error"]
+        assert reply.status_code == 404
+        assert "embeddings are not computed" in (error["message"] if inside else error)
+
+
+def test_a_key_is_also_read_where_anthropics_client_sends_it(
+    house: Backend, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"{KEY}\n", encoding="utf-8")
+    keys.chmod(0o600)
+    with api(house.address, f"--http.api_key_file={keys}") as keyed:
+        asked: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": MESSAGES}
+        for given in ({"api_key": KEY}, {"auth_token": KEY}):
+            with anthropic.Anthropic(base_url=keyed.url, **given) as client:  # type: ignore[arg-type]
+                assert client.messages.create(**asked).stop_reason == "max_tokens"
+        with (
+            anthropic.Anthropic(base_url=keyed.url, api_key="wrong") as client,
+            pytest.raises(anthropic.AuthenticationError, match="is missing or wrong"),
+        ):
+            client.messages.create(**asked)
+
+
+def test_an_alias_is_served_and_another_name_is_not(house: Backend) -> None:
+    flag = f"--http.aliases=gpt-4o,claude-*={MODEL},small=another"
+    with api(house.address, flag) as named:
+        for name, status in (("gpt-4o", 200), ("claude-x-1", 200), ("small", 404), ("gpt-4", 404)):
+            body = {"messages": MESSAGES, "max_tokens": 1, "model": name}
+            assert named.client.post("/v1/chat/completions", json=body).status_code == status
+        listed = [model["id"] for model in named.client.get("/v1/models").json()["data"]]
+        assert listed == [MODEL, "gpt-4o"]
+    with pytest.raises(ValueError, match="write NAME=MODEL"):
+        Aliases.read("=x")
+
+
+# -- a prompt that is read in parts ----------------------------------------------------------------
+
+
+def test_a_stream_has_the_progress_of_its_prompt_if_it_is_requested() -> None:
+    prompt = [7] * 300
+    limits = {"context": 512, "prompt_rows": 16}
+    with backend(target=False, draft=False) as house, api(house.address) as server:
+        house.add(ScriptedTarget, "target", limits=limits)
+        for path, fields in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w7 " * 300}]}),
+            ("/v1/completions", {"prompt": prompt}),
+            ("/completion", {"prompt": prompt}),
+        ):
+            asked = {**fields, "max_tokens": 1, "return_progress": True}
+            told = [part for part in server.stream(path, **asked) if part != "[DONE]"]
+            progress = [part["prompt_progress"] for part in told if "prompt_progress" in part]
+            assert progress, path
+            for part in progress:
+                assert part["total"] >= 300 > part["processed"] >= part["cache"]
+            assert "prompt_progress" not in told[-1]
+            plain = server.stream(path, **fields, max_tokens=1)
+            assert not any("prompt_progress" in part for part in plain if part != "[DONE]")
+
+
+# -- every kind of event ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target() -> RequestTarget:
+    described = golden.representative()["described"]
+    assert isinstance(described, Described)
+    tokenizer = tokenizer_bytes()
+    facts = VocabularyFacts(digest="0", size=97, end=(0,), template=TEMPLATE)
+    changed = described.model_copy(
+        update={
+            "model": MODEL,
+            "vocabulary": facts,
+            "tokenizer": Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
+            "table": None,
+        }
+    )
+    return RequestTarget(changed, codec_of(changed))
+
+
+def written(target: RequestTarget, write: OpenWriter, *, pieces: int, stream: bool) -> bytes:
+    """What a writer makes of `SAID`, in parts of this many events."""
+    body = ChatBody.model_validate({"messages": MESSAGES, "stream": stream})
+    order = chat_order(body, target, Defaults(SamplingSettings(), TreeSettings()))
+    writer = write(order, target, MODEL, ())
+    (reply,) = writer.replies
+    finished = golden.representative()["finished"]
+    assert isinstance(finished, Finished)
+    result = finished.result.model_copy(update={"finish_reason": "stop", "token_ids": (5, 0)})
+    parts = [Part(tuple(SAID[at : at + pieces])) for at in range(0, len(SAID), pieces)]
+    last = reply.hear(finished.model_copy(update={"result": result}))
+    if not stream:
+        for part in (*parts, last):
+            writer.keep(reply, part)
+        return json.dumps(writer.whole()).encode()
+    lines = "".join(writer.lines(reply, part) for part in (*parts, last))
+    return writer.opening().encode() + lines.encode() + writer.last_lines()
+
+
+@contextmanager
+def answering(content: bytes, *, stream: bool) -> Iterator[str]:
+    """The address of a server that answers every request with this."""
+    with scripted(200, content) as site:
+        site.kind = "text/event-stream" if stream else "application/json"
+        yield site.url
+
+
+Read = tuple[str, str, list[Any], str]
+"""Reasoning, text, calls (id, name, arguments) and the reason why a reply ended."""
+
+
+def by_chat(url: str, *, stream: bool) -> Read:
+    with openai.OpenAI(base_url=url, api_key="x") as client:
+        if stream:
+            with client.chat.completions.stream(model="x", messages=[]) as chunks:
+                chunks.until_done()
+                (choice,) = chunks.get_final_completion().choices
+        else:
+            (choice,) = client.chat.completions.create(model="x", messages=[]).choices  # type: ignore[assignment]
+    called: Any = choice.message.tool_calls or ()
+    calls = [(c.id, c.function.name, json.loads(c.function.arguments or "{}")) for c in called]
+    thought = (choice.message.model_extra or {})["reasoning_content"]
+    return thought, choice.message.content or "", calls, choice.finish_reason
+
+
+def by_anthropic(url: str, *, stream: bool) -> Read:
+    asked: Any = {"model": "x", "max_tokens": 1, "messages": []}
+    with anthropic.Anthropic(base_url=url, api_key="x") as client:
+        if stream:
+            with client.messages.stream(**asked) as told:
+                message: Any = told.get_final_message()
+        else:
+            message = client.messages.create(**asked)
+    found: dict[str, list[Any]] = {"thinking": [], "text": [], "tool_use": []}
+    for block in message.content:
+        found[block.type].append(block)
+    calls = [(block.id, block.name, block.input) for block in found["tool_use"]]
+    thoughts = "".join(block.thinking for block in found["thinking"])
+    return thoughts, "".join(b.text for b in found["text"]), calls, message.stop_reason
+
+
+def by_responses(url: str, *, stream: bool) -> Read:
+    with openai.OpenAI(base_url=url, api_key="x") as client:
+        if stream:
+            with client.responses.stream(model="x", input="x") as told:
+                told.until_done()
+                response: Any = told.get_final_response()
+        else:
+            response = client.responses.create(model="x", input="x")
+    items: dict[str, list[Any]] = {"reasoning": [], "message": [], "function_call": []}
+    for item in response.output:
+        items[item.type].append(item)
+    calls = [(c.call_id, c.name, json.loads(c.arguments)) for c in items["function_call"]]
+    thoughts = [part.text for item in items["reasoning"] for part in item.content]
+    return "".join(thoughts), response.output_text, calls, response.status
+
+
+def by_ollama(url: str, *, stream: bool) -> Read:
+    with ollama.Client(host=url) as client:
+        parts = [*client.chat("x", stream=True)] if stream else [client.chat("x")]
+    called = [one.function for part in parts for one in part.message.tool_calls or ()]
+    calls = [(None, one.name, dict(one.arguments)) for one in called]
+    texts = "".join(part.message.content or "" for part in parts)
+    thoughts = "".join(part.message.thinking or "" for part in parts)
+    return thoughts, texts, calls, parts[-1].done_reason or ""
+
+
+RESPONSES = partial(ResponsesWriter, asked=ResponsesBody(input="x"), left_out=())
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "reason"),
+    [
+        (ChatWriter, by_chat, "tool_calls"),
+        (MessagesWriter, by_anthropic, "tool_use"),
+        (RESPONSES, by_responses, "completed"),
+        (OllamaWriter, by_ollama, "stop"),
+    ],
+    ids=["chat", "messages", "responses", "ollama"],
+)
+def test_reasoning_text_and_calls_arrive_in_any_pieces(
+    target: RequestTarget,
+    write: OpenWriter,
+    read: Callable[..., Read],
+    reason: str,
+) -> None:
+    for stream, pieces in ((False, 1), (True, 1), (True, 3), (True, len(SAID))):
+        content = written(target, write, pieces=pieces, stream=stream)
+        calls = [call if write is not OllamaWriter else (None, *call[1:]) for call in CALLS]
+        with answering(content, stream=stream) as url:
+            got = read(url, stream=stream)
+        assert got == ("I must look.", "Let me see.", calls, reason)
+
+
+def test_events_without_their_beginning_are_the_rest() -> None:
+    whole = sum(map(size, SAID))
+    for cut in range(whole + 1):
+        rest = without(SAID, cut)
+        assert sum(map(size, rest)) == whole - cut
+        assert without(rest, whole - cut) == ()

@@ -1,0 +1,145 @@
+"""Requests of other APIs, translated into chats."""
+
+import json
+from typing import Any
+
+import pytest
+
+from dovetail.runtime.http.apis.anthropic import CountBody
+from dovetail.runtime.http.apis.ollama import OllamaChatBody
+from dovetail.runtime.http.apis.responses import ResponsesBody
+from dovetail.runtime.http.errors import ApiError
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "look"},
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "I must.",
+        "tool_calls": [
+            {
+                "id": "abcdefgh1",
+                "type": "function",
+                "function": {"name": "read", "arguments": '{"path": "x"}'},
+            }
+        ],
+    },
+    {"role": "tool", "content": "empty", "tool_call_id": "abcdefgh1"},
+    {"role": "user", "content": "go on"},
+]
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "read", "description": "d", "parameters": SCHEMA}}
+
+
+def test_a_conversation_with_tools_becomes_the_same_chat_in_every_api() -> None:
+    messages = CountBody.model_validate(
+        {
+            "messages": [
+                {"role": "user", "content": "look"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "I must.", "signature": ""},
+                        {"type": "text", "text": "I look."},
+                        {
+                            "type": "tool_use",
+                            "id": "abcdefgh1",
+                            "name": "read",
+                            "input": {"path": "x"},
+                        },
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "abcdefgh1", "content": "empty"},
+                        {"type": "text", "text": "go on", "cache_control": {"type": "ephemeral"}},
+                    ],
+                },
+            ],
+            "tools": [{"name": "read", "description": "d", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        }
+    ).chat()
+    assert messages["messages"] == HISTORY
+    assert messages["tools"] == [TOOL]
+    assert (messages["tool_choice"], messages["parallel_tool_calls"]) == ("required", False)
+    responses, left_out = ResponsesBody.model_validate(
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "look"}]},
+                {
+                    "type": "reasoning",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": "I must."}],
+                },
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "I look."}],
+                },
+                {
+                    "type": "function_call",
+                    "call_id": "abcdefgh1",
+                    "name": "read",
+                    "arguments": '{"path": "x"}',
+                },
+                {"type": "function_call_output", "call_id": "abcdefgh1", "output": "empty"},
+                {"role": "user", "content": "go on"},
+            ],
+            "tools": [
+                {"type": "function", "name": "read", "description": "d", "parameters": SCHEMA},
+                {"type": "web_search"},
+                {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
+            ],
+            "tool_choice": {"type": "function", "name": "read"},
+        }
+    ).chat()
+    assert responses["messages"] == HISTORY
+    assert responses["tools"] == [TOOL, {"type": "function", "function": {"name": "n__f"}}]
+    assert left_out == ["web_search"]
+    assert responses["tool_choice"] == {"type": "function", "function": {"name": "read"}}
+    function = {"name": "read", "arguments": {"path": "x"}}
+    chat = OllamaChatBody.model_validate(
+        {
+            "model": "m",
+            "messages": [
+                {"role": "user", "content": "look"},
+                {
+                    "role": "assistant",
+                    "content": "I look.",
+                    "thinking": "I must.",
+                    "tool_calls": [{"function": function}],
+                },
+                {"role": "tool", "content": "empty", "tool_name": "read"},
+                {"role": "user", "content": "go on"},
+            ],
+            "tools": [TOOL],
+        }
+    ).chat()
+    number = chat["messages"][2]["tool_call_id"]
+    assert len(number) == 9
+    assert json.loads(json.dumps(chat["messages"]).replace(number, "abcdefgh1")) == HISTORY
+    assert chat["tools"] == [TOOL]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0. has 'item_reference'"),
+        ({"input": "x", "conversation": "c"}, "conversation is not supported"),
+        ({"input": "x", "truncation": "auto"}, "truncation is not supported: send disabled"),
+        ({"input": "x", "tools": [{}]}, "tools.0. has no type"),
+    ],
+)
+def test_what_the_responses_api_would_need_state_for_is_refused(
+    fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ApiError, match=words):
+        ResponsesBody.model_validate(fields).chat()
+
+
+def test_a_result_of_a_tool_needs_its_call() -> None:
+    body = {"model": "m", "messages": [{"role": "tool", "content": "x"}]}
+    with pytest.raises(ApiError, match=r"messages\[0\] is a result without a call"):
+        OllamaChatBody.model_validate(body).chat()

@@ -1,0 +1,224 @@
+"""Blocks of cached prompts: copies of the rows of 64 tokens in a hash chain, in memory within a
+bound and, on request, on disk. Blocks never change. A session begins with a copy of them, so they
+outlive sessions, and prompts can share them up to where they differ."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import MAX_NAMES, Blocks, Open
+from dovetail.protocol.prefixes import BLOCK_TOKENS, blocks_of, name_after, names_of, root_of
+from dovetail.workers.models.cache import SlotCache
+from dovetail.workers.models.segment import Cache
+from dovetail.workers.sessions.block_files import BlockFiles
+
+LONG = 4
+"""Blocks from which on a prompt is written to disk when it is read; a shorter one when it is used
+again."""
+Source = Literal["", "memory", "disk"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows of 64 tokens behind those of the block `parent`, or of the root."""
+
+    parent: bytes
+    tokens: bytes
+    rows: tuple[Tensor, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.nbytes for part in self.rows)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Return the hash of the contents."""
+        digest = sha256(self.parent + self.tokens)
+        for part in self.rows:
+            digest.update(part.contiguous().view(torch.uint8).numpy().data)
+        return digest.digest()
+
+
+def can_store(cache: Cache) -> bool:
+    """Return whether the rows of such a cache can be stored as blocks: recurrent states hold all
+    rows, and the caches of models over several devices are not supported."""
+    return isinstance(cache, SlotCache) and cache.states is None
+
+
+class BlockStore:
+    """The blocks of one worker, the least recently used first."""
+
+    def __init__(
+        self,
+        seed: bytes,
+        new_cache: Callable[[int], Cache],
+        most_bytes: int,
+        files: BlockFiles | None = None,
+        known: int = 0,
+    ) -> None:
+        """`seed`: the hash of what rows depend on besides tokens. `new_cache` returns an empty one
+        of a capacity. `most_bytes`: of all blocks in memory; `files`: those on disk; `known`: how
+        many tokens after a row it depends on."""
+        self._new_cache = new_cache
+        self.seed, self.known, self._most_bytes, self._files = seed, known, most_bytes, files
+        self._held: OrderedDict[bytes, Block] = OrderedDict()
+        self._bytes = 0
+        self._unwritten: OrderedDict[bytes, None] = OrderedDict()
+        self._epoch = 0
+        self._known: set[bytes] = set()  # names that the coordinator knows
+        self._changed: set[bytes] = set()  # names that have come or gone since the last report
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._held or (self._files is not None and name in self._files)
+
+    def chain(self, scope: bytes) -> "Chain":
+        """Return the blocks of a new session, none so far."""
+        return Chain(self, scope)
+
+    def restore(self, order: Open, rows: int = 0) -> tuple[Cache, Source]:
+        """Return a cache for `rows` rows or more with the first `kept` of a prompt, and whether a
+        block came from disk. Raises `RequestError` of code "prefix" if a block is missing."""
+        log, count = _packed(order.prompt), order.kept
+        most = -(-count // BLOCK_TOKENS)
+        names = names_of(self.seed, order.scope, log, self.known, most)
+        source: Source = "memory"
+        cache = self._new_cache(max(rows, most * BLOCK_TOKENS))
+        assert isinstance(cache, SlotCache)
+        parent = root_of(self.seed, order.scope, log, self.known)
+        for name, tokens in zip(names, blocks_of(log, self.known), strict=False):
+            if (block := self._held.get(name)) is None:
+                block, source = self._read(name), "disk"
+            if block is None or (block.parent, block.tokens) != (parent, tokens):
+                text = f"cannot reuse {count} tokens: rows from {cache.length} on are not stored"
+                raise RequestError("prefix", f"{text}; open the session without them")
+            cache.append(block.rows)
+            parent = name
+        if cache.length < count:
+            text = f"cannot reuse {count} tokens of blocks of {cache.length}; reuse fewer"
+            raise RequestError("prefix", text)
+        cache.truncate(count)
+        self.use_again(names)
+        return cache, source
+
+    def put(self, names: Sequence[bytes], block: Block) -> None:
+        """Store the last block of a chain with these names."""
+        self._hold(names[-1], block)
+        self._use(names)
+        if len(names) >= LONG:
+            self._write_later(names)
+
+    def _hold(self, name: bytes, block: Block) -> None:
+        self._held[name] = block
+        self._bytes += block.size
+        self._changed.add(name)
+
+    def use_again(self, names: Sequence[bytes]) -> None:
+        """Note another use of a chain, which makes it worth writing to disk."""
+        self._use(names)
+        if self._files is not None:
+            self._files.use(names)
+        self._write_later(names)
+
+    def _use(self, names: Sequence[bytes]) -> None:
+        """Note the use of a chain, and drop the least recently used blocks beyond the bound: those
+        behind others first."""
+        for name in reversed(names):
+            if name in self._held:
+                self._held.move_to_end(name)
+        while self._bytes > self._most_bytes:
+            name, block = self._held.popitem(last=False)
+            self._bytes -= block.size
+            self._unwritten.pop(name, None)
+            self._changed.add(name)
+
+    def _read(self, name: bytes) -> Block | None:
+        """Return a block that is on disk, and hold it in memory; None if there is none."""
+        found = None if self._files is None else self._files.read(name)
+        if found is None:
+            self._changed.add(name)
+            return None
+        block = Block(found.parent, found.tokens, found.rows)
+        if block.digest != found.digest:
+            assert self._files is not None
+            self._files.drop_damaged(name)
+            self._changed.add(name)
+            return None
+        self._hold(name, block)
+        return block
+
+    def _write_later(self, names: Sequence[bytes]) -> None:
+        if self._files is not None:
+            for name in names:
+                if name in self._held and name not in self._files:
+                    self._unwritten.setdefault(name)
+
+    def idle(self) -> bool:
+        """Write one block to disk; return False if there is nothing to write."""
+        if self._files is None or not self._unwritten:
+            return False
+        name, _ = self._unwritten.popitem()  # so that the first blocks are deleted last
+        if (block := self._held.get(name)) is not None:
+            self._changed.update(self._files.write(name, block, block.digest))
+        return True
+
+    def let_go(self) -> None:
+        """Free the blocks in memory."""
+        self._changed.update(self._held)
+        self._held.clear()
+        self._unwritten.clear()
+        self._bytes = 0
+
+    def begin(self, epoch: int) -> bytes:
+        """Begin to report to a coordinator, and return the seed of the names."""
+        self._epoch, self._known = epoch, set()
+        self._changed = {*self._held, *(() if self._files is None else self._files.names)}
+        return self.seed
+
+    def news(self) -> Iterator[Blocks]:
+        """Yield the names that have come and gone since the last report."""
+        if not self._changed:
+            return
+        changed, self._changed = self._changed, set()
+        made = [name for name in changed if name in self and name not in self._known]
+        gone = [name for name in changed if name not in self and name in self._known]
+        self._known.difference_update(gone)
+        self._known.update(made)
+        for stored, names in ((True, made), (False, gone)):
+            for start in range(0, len(names), MAX_NAMES):
+                packed = b"".join(names[start : start + MAX_NAMES])
+                yield Blocks(epoch=self._epoch, names=packed, stored=stored)
+
+
+class Chain:
+    """The blocks of one session's log, stored as its rows are computed."""
+
+    def __init__(self, store: BlockStore, scope: bytes) -> None:
+        self._store, self._scope = store, scope
+        self._names: list[bytes] = []
+
+    def extend(self, log: Sequence[int], cache: Cache, length: int) -> None:
+        """Store the whole blocks among the first `length` rows of a log that are not stored yet."""
+        store, known = self._store, self._store.known
+        while (start := BLOCK_TOKENS * len(self._names)) + BLOCK_TOKENS <= length:
+            assert isinstance(cache, SlotCache)
+            tokens = _packed(log[start + known : start + known + BLOCK_TOKENS])
+            root = root_of(store.seed, self._scope, _packed(log[:known]), known)
+            parent = self._names[-1] if self._names else root
+            self._names.append(name_after(parent, tokens))
+            if self._names[-1] in store:
+                store.use_again(self._names)
+            else:
+                rows = cache.copied(start, start + BLOCK_TOKENS)
+                store.put(self._names, Block(parent, tokens, rows))
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, dtype="<u4").tobytes()

@@ -1,0 +1,54 @@
+"""Opens a worker's store of cached prompts from settings."""
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from dovetail.protocol.files import cache_folder, refusal
+from dovetail.protocol.memory import read_room
+from dovetail.protocol.prefixes import digest_of
+from dovetail.protocol.settings import CacheSettings, byte_count
+from dovetail.workers.models.segment import Cache
+from dovetail.workers.sessions.block_files import BlockFiles
+from dovetail.workers.sessions.blocks import BlockStore, can_store
+
+LAYOUT = "1"  # raised when rows are stored differently
+MEMORY_SHARE = 16
+"""Blocks get this fraction of the memory that is free at the start, half as much as ended
+sessions."""
+FOLDER = "prompts"
+
+
+def open_blocks(
+    settings: CacheSettings,
+    name: str,
+    new_cache: Callable[[int], Cache],
+    device: torch.device,
+    *seed: str,
+    known: int = 0,
+) -> BlockStore | None:
+    """Return a worker's store, or None if its model's rows cannot be stored or the settings say so.
+    `seed`: what its rows depend on besides tokens; `known`: how many tokens after a row it depends
+    on."""
+    cache = new_cache(0)
+    room = read_room()
+    most = settings.memory_bytes
+    if most is None:
+        most = 0 if room is None else room.size // MEMORY_SHARE
+    if not most or device.type != "cpu" or not can_store(cache):
+        return None
+    digest = digest_of(LAYOUT, type(cache).__name__, *seed)
+    return BlockStore(digest, new_cache, most, _files(settings, name, digest), known)
+
+
+def _files(settings: CacheSettings, name: str, seed: bytes) -> BlockFiles | None:
+    """Return the files of a store, or None without a setting or a folder, which is reported."""
+    if not (most := byte_count(settings.disk)):
+        return None
+    folder = cache_folder() / FOLDER / seed.hex()[:32]
+    try:
+        return BlockFiles(folder, most, name)
+    except OSError as error:
+        print(f"{name}: no prompts are cached in {folder}: {refusal(error)}", file=sys.stderr)
+        return None
