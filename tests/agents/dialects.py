@@ -10,6 +10,13 @@ Body = dict[str, Any]
 Schema = dict[str, Any]
 PIECE = 5
 """Characters of arguments in one event: a call arrives in many pieces."""
+ANSWER: Schema = {
+    "type": "object",
+    "properties": {"done": {"type": "boolean"}},
+    "required": ["done"],
+    "additionalProperties": False,
+}
+"""An answer that ends: codex and claude-code take one that is cut as an error."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,12 @@ class Chat:
 
     @staticmethod
     def force(body: Body, tool: str, parameters: Schema | None) -> Body:
-        """Let the model call this tool with these parameters; without parameters, no tool."""
+        """Let the model call this tool with these parameters; without parameters, let it answer by
+        `ANSWER`."""
         if parameters is None:
-            return {**body, "tool_choice": "none"}
+            schema = {"name": "answer", "schema": ANSWER}
+            answer = {"type": "json_schema", "json_schema": schema}
+            return {**body, "tool_choice": "none", "response_format": answer}
         function = {"name": tool, "parameters": parameters}
         return {
             **body,
@@ -90,7 +100,12 @@ class Chat:
         for delta in deltas:
             ended = None if delta else "tool_calls" if turn.tool else "stop"
             yield "", _chunk(turn, [{"index": 0, "delta": delta, "finish_reason": ended}])
-        usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        usage = {
+            "prompt_tokens": 100,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens": 10,
+            "total_tokens": 110,
+        }
         yield "", {**_chunk(turn, []), "usage": usage}
         yield "", "[DONE]"
 
@@ -126,7 +141,8 @@ class Responses:
     @staticmethod
     def force(body: Body, tool: str, parameters: Schema | None) -> Body:
         if parameters is None:
-            return {**body, "tool_choice": "none"}
+            answer = {"type": "json_schema", "name": "answer", "schema": ANSWER}
+            return {**body, "tool_choice": "none", "text": {"format": answer}}
         return {
             **body,
             "tools": [
@@ -230,7 +246,9 @@ class Messages:
     @staticmethod
     def force(body: Body, tool: str, parameters: Schema | None) -> Body:
         if parameters is None:
-            return {**body, "tool_choice": {"type": "none"}}
+            answer = {"type": "json_schema", "schema": ANSWER}
+            output = {**body.get("output_config", {}), "format": answer}
+            return {**body, "tool_choice": {"type": "none"}, "output_config": output}
         return {
             **body,
             "tools": [
