@@ -127,7 +127,7 @@ def test_the_responses_api_is_read_by_openais_client(server: Api) -> None:
 
 def test_ollamas_bodies_need_no_content_type_except_from_web_pages(server: Api) -> None:
     form = {"content-type": "application/x-www-form-urlencoded"}
-    body = b'{"messages": [{"role": "user", "content": "w5"}], "stream": false}'
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": False}).encode()
     with httpx.Client(base_url=server.url) as client:
         assert client.post("/api/chat", content=body, headers=form).json()["done"]
         foreign = form | {"origin": "https://elsewhere.example"}
