@@ -43,6 +43,7 @@ from dovetail.runtime.http.serving.server import Connections
 from dovetail.runtime.telemetry.picture import folder_name, load_of
 from dovetail.runtime.text.templates import RENDERERS
 from dovetail.runtime.text.tokenizer import TextCodec
+from dovetail.runtime.tools.support import Support, support_of
 
 SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread
 REFUSAL_S = 1.0  # seconds without a token after which a stream's head, with its status, is sent
@@ -234,6 +235,11 @@ class Service:
         target = await self.target(body.model)
         order = await self._order(body, target, request.scope.get(OWNER, ""))
         return order.submits[0].tokens or ()
+
+    async def support(self, target: RequestTarget) -> Support:
+        """Return what the chats of a target can have."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._reading, support_of, target.text)
 
     async def _order(self, body: ChatOrTextBody, target: RequestTarget, owner: str) -> Order:
         constraint = await self._compilers.constraint(body, target)

@@ -1,7 +1,7 @@
 """ollama's API: /api/chat and /api/generate, in lines of JSON, and its descriptions of models. From
 ollama's reference and the types of its client."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from dovetail.runtime.http.bodies import Body, ChatBody, CompletionBody
 from dovetail.runtime.http.errors import OLLAMA, ApiError, shaped
 from dovetail.runtime.http.events import Change
 from dovetail.runtime.http.service import Service, json_response
+from dovetail.runtime.tools.support import Support
 
 VERSION = "0.14.0"  # of the API that is served, since clients refuse servers that are too old
 LATEST = ":latest"  # ollama's tag for a name without one
@@ -29,7 +30,6 @@ LOADED = frozenset(
     }
 )
 """Options for loading a model, which has been loaded."""
-TOOLS = "tools" in ChatBody.model_fields
 Object = dict[str, Any]
 
 
@@ -327,7 +327,7 @@ def add_ollama(app: FastAPI, service: Service) -> None:
                     f"{family}.context_length": target.context,
                     f"{family}.vocab_size": target.described.vocabulary.size,
                 },
-                "capabilities": ["completion", *(("tools",) if TOOLS else ())],
+                "capabilities": ["completion", *_capabilities(await service.support(target))],
             }
         )
 
@@ -335,6 +335,14 @@ def add_ollama(app: FastAPI, service: Service) -> None:
     async def version() -> Response:
         """The version of ollama's API that is served."""
         return json_response({"version": VERSION})
+
+
+def _capabilities(support: Support) -> Iterator[str]:
+    """Yield what a model can do besides completions, in ollama's words."""
+    if support.family is not None:
+        yield "tools"
+    if support.thoughts is not None:
+        yield "thinking"
 
 
 def _details(target: RequestTarget) -> Object:
