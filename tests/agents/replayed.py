@@ -176,8 +176,8 @@ def _of_response(response: Response) -> Reply:
 
 
 def replay(url: str, file: Path) -> list[Reply]:
-    """Post a session's requests, each of which must reuse the one before; then its first with each
-    of two forced calls, streamed and whole. Returns all replies."""
+    """Post a session's requests, each of which must reuse the one before; then its first with a
+    forced call, streamed and whole. Returns all replies."""
     poster = Poster(url)
     replies: list[Reply] = []
     session = [one for one in read_session(file) if dialect_of(one).tools(one["body"])]
@@ -192,31 +192,27 @@ def replay(url: str, file: Path) -> list[Reply]:
         replies.append(reply)
     first = session[0]
     dialect = dialect_of(first)
-    for tool in called(session):
-        parameters = closed(dialect.tools(first["body"])[tool])
-        forced = limited(dialect, dialect.force(first["body"], tool, parameters), CALL_TOKENS)
-        streamed = poster.post(first, forced)
-        check_call(streamed, tool, parameters)
-        forced.pop("stream_options", None)
-        whole = poster.post(first, {**forced, "stream": False})
-        assert [one[1:] for one in whole.calls] == [one[1:] for one in streamed.calls]
-        assert whole.text == streamed.text
-        replies += [streamed, whole]
-    return replies
+    tool = first_called(session)
+    parameters = closed(dialect.tools(first["body"])[tool])
+    forced = limited(dialect, dialect.force(first["body"], tool, parameters), CALL_TOKENS)
+    streamed = poster.post(first, forced)
+    check_call(streamed, tool, parameters)
+    forced.pop("stream_options", None)
+    whole = poster.post(first, {**forced, "stream": False})
+    assert [one[1:] for one in whole.calls] == [one[1:] for one in streamed.calls]
+    assert whole.text == streamed.text
+    return [*replies, streamed, whole]
 
 
 def dialect_of(request: dict[str, Any]) -> Dialect:
     return DIALECTS[request["path"].partition("?")[0]]
 
 
-def called(session: list[dict[str, Any]]) -> list[str]:
-    """The names of the tools that are called in a recorded session, each once, in order."""
-    found: list[str] = []
-    for request in session:
-        text = json.dumps(request["body"].get("messages", request["body"].get("input")))
-        names = dialect_of(request).tools(request["body"])
-        found += [one for one in names if one not in found and f'"name": "{one}"' in text]
-    return found
+def first_called(session: list[dict[str, Any]]) -> str:
+    """The name of the tool that is called first in a recorded session."""
+    body = session[1]["body"]
+    history = json.dumps(body.get("messages", body.get("input")))
+    return next(one for one in dialect_of(session[1]).tools(body) if f'"name": "{one}"' in history)
 
 
 def closed(parameters: Schema) -> Schema:
