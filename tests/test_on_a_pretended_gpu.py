@@ -50,7 +50,9 @@ def replies(client: Client, tree: TreeSettings | None) -> list[Finished]:
 def pretended(kind: str) -> Iterator[Client]:
     """A client of processes whose draft, of this kind, is on a pretended GPU."""
     if kind == "substitute":
-        pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail-llm[subspec]'")
+        pytest.importorskip(
+            "hqq", reason="hqq is not installed: pip install 'dovetail-llm[subspec]'"
+        )
     with running({"draft.kind": kind, "draft.device": "pretended"}) as client:
         yield client
         worker = next(worker for worker in client.status().workers if worker.roles == ("draft",))
@@ -142,7 +144,9 @@ def test_what_gpus_of_other_makers_lack_changes_no_token(placed: str, maker: str
     """A substitute's codes need int4 there, which some of AMD's and Apple's have."""
     lacks = PROFILES[maker] - ({"int4"} if placed == "unified" else set())
     if placed == "unified":
-        pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail-llm[subspec]'")
+        pytest.importorskip(
+            "hqq", reason="hqq is not installed: pip install 'dovetail-llm[subspec]'"
+        )
     with lacking(lacks), running(PLACED[placed]) as client:
         there, alone = replies(client, TREE), replies(client, None)
         workers = client.status().workers

@@ -72,7 +72,9 @@ def test_a_lost_worker_and_speculation_change_no_token(
     if draft == "small":
         flags |= {"draft.model": str(folder), "draft.weights": "int8", "draft.device": "cpu"}
     elif draft in ("shared", "substitute"):
-        pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail-llm[subspec]'")
+        pytest.importorskip(
+            "hqq", reason="hqq is not installed: pip install 'dovetail-llm[subspec]'"
+        )
         flags |= {"draft.kind": "substitute", "draft.share": str(draft == "shared").lower()}
         flags |= {"draft.device": "cpu"}
     elif draft == "ngram":

@@ -66,7 +66,9 @@ def test_another_format_is_refused_with_the_name_that_works() -> None:
 def test_a_missing_matplotlib_is_asked_for_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     check_chart(None)
-    with pytest.raises(UserError, match=r"a\.svg needs matplotlib.*pip install 'dovetail-llm\[plot\]'"):
+    with pytest.raises(
+        UserError, match=r"a\.svg needs matplotlib.*pip install 'dovetail-llm\[plot\]'"
+    ):
         check_chart(Path("a.svg"))
 
 

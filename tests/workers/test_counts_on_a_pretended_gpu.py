@@ -138,7 +138,9 @@ def open_pair(kind: str, folder: Path) -> PairOfWorkers:
     shares is there as well."""
     target = tiny_llama(folder / "target", intermediate_size=128, context=256, dtype=torch.float16)
     if kind.endswith("substitute"):
-        pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail-llm[subspec]'")
+        pytest.importorskip(
+            "hqq", reason="hqq is not installed: pip install 'dovetail-llm[subspec]'"
+        )
     if kind == "shared substitute":
         there = TargetSettings(model=str(target), weights="half", device="pretended", resident=0)
         return PairOfWorkers(
