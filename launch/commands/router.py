@@ -24,12 +24,13 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.settings.http_keys import KeyFile
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import HttpSettings, byte_count
-from dovetail.runtime.http.serving.guard import Guard, shared
+from dovetail.runtime.http.asked import Aliases
+from dovetail.runtime.http.serving.guard import OPEN_PATHS, Guard, shared
 from dovetail.runtime.http.serving.listening import listen
 from dovetail.runtime.http.serving.server import Connections, serve
 from dovetail.runtime.router.app import Fleet, Front, Router
 from dovetail.runtime.router.loading import Pool
-from dovetail.runtime.router.models import ModelRouter
+from dovetail.runtime.router.models import Files, ModelRouter
 from dovetail.runtime.router.upstream import Upstream
 
 log = logging.getLogger("dovetail.router")
@@ -66,6 +67,9 @@ REPLICA = re.compile(r"http://[^/?#@\s]+:[0-9]{1,5}/?")
     "http.body",
     "http.connections",
     "http.cors",
+    "http.aliases",
+    "http.dashboard",
+    "http.page",
     "http.deadline_s",
     "http.most_models",
     "http.unload_s",
@@ -109,13 +113,18 @@ def command(
             notifier.ready()
 
         async def run() -> None:
+            files = _page_files(http) if models else {}
             if models:
-                router, loop = await _open_models(http, said)
+                router, loop = await _open_models(http, said, files)
             else:
                 router, loop = await _open_replicas(listed)
             looking = asyncio.create_task(loop())
             guard = Guard(
-                router, keys=keys, most_body_bytes=byte_count(http.body), only_local_names=not keys
+                router,
+                keys=keys,
+                most_body_bytes=byte_count(http.body),
+                only_local_names=not keys,
+                open_paths=(*OPEN_PATHS, *files),
             )
             gc.freeze()
             try:
@@ -146,7 +155,18 @@ async def _open_replicas(listed: "Listed") -> Opened:
     return Router(fleet, upstream), fleet.run
 
 
-async def _open_models(http: HttpSettings, said: TextIO) -> Opened:
+def _page_files(http: HttpSettings) -> Files:
+    """Return the files of the pages, which are served whether or not a model is loaded."""
+    from dovetail.runtime.http.pages.site import page_files  # imports the framework
+
+    found = page_files(http.page, dashboard=http.dashboard != "off")
+    return {
+        path: ([(n.encode(), v.encode()) for n, v in file.headers.items()], file.content)
+        for path, file in found.items()
+    }
+
+
+async def _open_models(http: HttpSettings, said: TextIO, files: Files) -> Opened:
     """Return a router for models once the supervisor has named them on stdin; it ends when stdin
     is closed."""
     pool = Pool(most=http.most_models, idle_s=http.unload_s)
@@ -154,7 +174,14 @@ async def _open_models(http: HttpSettings, said: TextIO) -> Opened:
     def wish(line: str) -> None:
         print(line, file=said, flush=True)
 
-    router = ModelRouter(pool, Upstream(), wish, deadline_s=http.deadline_s)
+    router = ModelRouter(
+        pool,
+        Upstream(),
+        wish,
+        aliases=Aliases.read(http.aliases),
+        deadline_s=http.deadline_s,
+        files=files,
+    )
     reader = asyncio.StreamReader(limit=MOST_LINE)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer

@@ -18,7 +18,14 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
-from dovetail.runtime.http.errors import ApiError, not_served, unavailable, wrong_method
+from dovetail.runtime.http.errors import (
+    ANTHROPIC,
+    ApiError,
+    not_served,
+    shaped,
+    unavailable,
+    wrong_method,
+)
 from dovetail.runtime.http.serving.guard import Message, Receive, Scope, Send, answer
 from dovetail.runtime.router.choice import (
     Replica,
@@ -261,10 +268,12 @@ class Front(ABC):
     ) -> None:
         """Send an error, or a replica's refusal; in a stream that has begun, as an event."""
         if call.headed:
-            text = (
-                json.dumps(refusal.body) if isinstance(refusal, ApiError) else refusal[1].decode()
-            )
-            event = f"data: {text}\n\n".encode()
+            if isinstance(refusal, ApiError):
+                text = json.dumps(shaped(refusal, call.path))
+            else:
+                text = refusal[1].decode()
+            kind = "event: error\n" if call.path.startswith(ANTHROPIC) else ""
+            event = f"{kind}data: {text}\n\n".encode()
             await send({"type": "http.response.body", "body": event})
         elif isinstance(refusal, ApiError):
             await answer(refusal, send, call.path)

@@ -7,13 +7,14 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
 from pydantic import BaseModel, ValidationError
 
 from dovetail.protocol.memory import read_room
+from dovetail.runtime.http.asked import Aliases
 from dovetail.runtime.http.errors import ApiError, unavailable
 from dovetail.runtime.http.serving.guard import Message, Scope, Send
 from dovetail.runtime.router.app import (
@@ -38,7 +39,12 @@ STREAM_HEAD = (
     (b"x-accel-buffering", b"no"),
 )
 UNAVAILABLE = 503
+TAGS, RUNNING, LATEST = "/api/tags", "/api/ps", ":latest"  # of ollama's API
 NDJSON = "/api/"  # paths of ollama's API, whose streams have no comments
+
+
+Files = Mapping[str, tuple[Sequence[tuple[bytes, bytes]], bytes]]
+"""Path -> headers and content of a file of the pages."""
 
 
 class Told(BaseModel):
@@ -54,10 +60,19 @@ class ModelRouter(Front):
     TO = "model"
 
     def __init__(
-        self, pool: Pool, upstream: Upstream, wish: Callable[[str], None], *, deadline_s: float
+        self,
+        pool: Pool,
+        upstream: Upstream,
+        wish: Callable[[str], None],
+        *,
+        aliases: Aliases,
+        deadline_s: float,
+        files: Files,
     ) -> None:
-        """`wish` sends a line to the supervisor; `deadline_s`: the longest wait for a model."""
+        """`wish` sends a line to the supervisor; `deadline_s`: the longest wait for a model;
+        `files`: those of the pages, by their paths."""
         super().__init__(upstream)
+        self._aliases, self._files = aliases, files
         self._pool, self._wish, self._deadline_s = pool, wish, deadline_s
         self._number, self._sent = 0, list[str]()
         self._replicas: dict[str, Replica] = {}
@@ -120,18 +135,36 @@ class ModelRouter(Front):
         self._upstream.close(replica.url)
 
     async def _pass_on(self, scope: Scope, body: bytes, call: Call, send: Send) -> None:
-        path, gets = scope["path"], scope["method"] == "GET"
+        path = scope["path"]
         try:
-            if gets and path == MODELS:
-                listed = [self._entry(name) for name in self._pool.models]
-                await json_answer({"object": "list", "data": listed}, send)
-            elif gets and path.startswith(f"{MODELS}/"):
-                await json_answer(self._entry(path.removeprefix(f"{MODELS}/")), send)
+            if scope["method"] == "GET" and (file := self._files.get(path)) is not None:
+                headers, content = file
+                await send({"type": "http.response.start", "status": 200, "headers": [*headers]})
+                await send({"type": "http.response.body", "body": content})
+            elif scope["method"] == "GET" and (told := self._listed(path)) is not None:
+                await json_answer(told, send)
             else:
                 await self._to_model(scope, body, call, send)
         except ApiError as error:
             if not call.gone:
                 await self._refuse(call, error, send)
+
+    def _listed(self, path: str) -> dict[str, Any] | None:
+        """Return the answer to a path that lists models, in the form of its API; None for any
+        other."""
+        models = self._pool.models
+        if path in (MODELS, "/models"):
+            return {"object": "list", "data": [self._entry(name) for name in models]}
+        if path.startswith(f"{MODELS}/"):
+            return self._entry(path.removeprefix(f"{MODELS}/"))
+        if path in (TAGS, RUNNING):
+            shown = [
+                {"name": name, "model": name, "size": model.report.size, "details": {}}
+                for name, model in models.items()
+                if path == TAGS or model.report.state == "loaded"
+            ]
+            return {"models": shown}
+        return None
 
     async def _to_model(self, scope: Scope, body: bytes, call: Call, send: Send) -> None:
         """Pass a request to its model; a reply requested again by its id is looked up in all that
@@ -149,15 +182,19 @@ class ModelRouter(Front):
     async def _to_one(
         self, name: str, scope: Scope, body: bytes, call: Call, send: Send, *, streams: bool
     ) -> tuple[Message, bytes] | None:
-        """Pass a request to a model once that is loaded; return its refusal, if it refuses."""
-        model = self._pool.models[name]
+        """Pass a request to a model once that is loaded; return its refusal, if it refuses. Pages
+        and live figures neither load a model nor keep it loaded."""
+        model, counts = self._pool.models[name], scope["method"] != "GET"
         for _ in range(ATTEMPTS):
-            await self._loaded(name, call, send, streams=streams)
+            if counts:
+                await self._loaded(name, call, send, streams=streams)
+            elif model.report.state != "loaded":
+                raise unavailable(f"{name} is {model.report.state}: a request to it loads it")
             if call.gone:
                 return None
             replica = self._replicas[name]
             self.counts["requests", name] += 1
-            model.running += 1
+            model.running += counts
             try:
                 refused = await self._ask(replica, scope, body, call, send)
                 if refused is None or not await self._is_lost(replica, model, refused):
@@ -170,8 +207,8 @@ class ModelRouter(Front):
                 self._lost(replica, str(error))
                 await self._news(COMMENT_S)  # its supervisor notices the loss
             finally:
-                model.running -= 1
-                model.used_s = time.monotonic()
+                model.running -= counts
+                model.used_s = time.monotonic() if counts else model.used_s
                 call.connection = None
                 self._decide()
         raise unavailable(f"{name} was lost during this request: try again soon")
@@ -225,25 +262,27 @@ class ModelRouter(Front):
             return there or last[:1]
         query = parse_qs(scope["query_string"].decode("latin-1"))
         named = fields.get("model", fields.get("name", query.get("model", [None])[0]))
+        if scope["path"].startswith(NDJSON) and isinstance(named, str):
+            named = named.removesuffix(LATEST)
         if named is None and (scope["method"] != "POST" or len(self._pool.models) == 1):
             return last[:1]
         if named is None:
             text = f"model is missing: send one of {', '.join(self._pool.models)}"
             raise ApiError(400, text, param="model")
-        if named not in self._pool.models:
-            raise self._unknown(named)
-        return [str(named)]
+        return [self._model(named)]
 
-    def _unknown(self, name: object) -> ApiError:
+    def _model(self, named: object) -> str:
+        """Return the model of this name or alias; raise `ApiError` if there is none."""
+        for name in self._pool.models:
+            if named == name or self._aliases.covers(str(named), name):
+                return name
         served = ", ".join(self._pool.models)
-        text = f"there is no model {name!r} here: these are served: {served}"
-        return ApiError(404, text, param="model", code="model_not_found")
+        text = f"there is no model {named!r} here: these are served: {served}"
+        raise ApiError(404, text, param="model", code="model_not_found")
 
     def _entry(self, name: str) -> dict[str, Any]:
         """Return a model as OpenAI lists it, with its state as in llama-server's router."""
-        if (model := self._pool.models.get(name)) is None:
-            raise self._unknown(name)
-        report = model.report
+        report = self._pool.models[name := self._model(name)].report
         status = {
             "value": report.state,
             **({"failed": True, "why": report.why} if report.why else {}),

@@ -271,6 +271,18 @@ def test_conversations_stay_in_the_browser_and_go_through_a_file(
     assert "wrong.json: The file has no messages" in chat.text("#notice")
 
 
+def test_a_reply_without_a_draft_gives_the_reason(page: Page) -> None:
+    with backend(draft=False) as house, api(house.address) as server:
+        page.open(server.url)
+        page.until(READY)
+        assert ask(page, "w5 w6")
+        page.until(
+            "document.querySelector('.assistant .figures').textContent.includes('no draft w')"
+        )
+    assert "without a draft: no draft worker is registered" in page.text(".assistant .figures")
+    assert "times as fast" not in page.text(".assistant .figures")
+
+
 def test_nothing_in_a_reply_runs_or_is_loaded(chat: Page, tmp_path: Path) -> None:
     load(
         chat,

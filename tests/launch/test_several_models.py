@@ -74,9 +74,14 @@ def test_models_take_turns_and_no_request_is_lost(start: Start, tmp_path: Path) 
     folder = models_at(tmp_path / "models", "a", "b", "spoilt")
     (folder / "spoilt" / "model.safetensors").write_bytes(b"not weights")
     (folder / "nothing").mkdir()
-    process = start("serve", str(folder), *FLAGS)
+    process = start("serve", str(folder), *FLAGS, "--http.aliases=gpt-*=b")
     found = ready(process)
     url = found["url"]
+    page = urlsplit(url)
+    connection = http.client.HTTPConnection(page.hostname or "", page.port, timeout=PATIENCE_S)
+    connection.request("GET", "/")
+    assert b"<html" in connection.getresponse().read()
+    connection.close()
     assert listed(url) == {"a": "unloaded", "b": "unloaded", "spoilt": "unloaded"}
 
     with ThreadPoolExecutor(1) as pool:
@@ -86,6 +91,9 @@ def test_models_take_turns_and_no_request_is_lost(start: Start, tmp_path: Path) 
     assert first[0] == second[0]
     assert any("a is loading" in comment for comment in first[1])
     assert listed(url) == {"a": "unloaded", "b": "loaded", "spoilt": "unloaded"}
+    assert [one["name"] for one in ask(url, "/api/ps")[1]["models"]] == ["b"]
+    status, answer = ask(url, "/v1/messages", {**QUESTION, "model": "gpt-4o"})
+    assert (status, answer["type"]) == (200, "message"), answer
 
     for asked in range(2):  # at the second request it is not tried again yet
         status, answer = ask(url, body={**QUESTION, "model": "spoilt"})
@@ -97,7 +105,8 @@ def test_models_take_turns_and_no_request_is_lost(start: Start, tmp_path: Path) 
     status, answer = ask(url, body=QUESTION)
     assert (status, answer["error"]["param"]) == (400, "model")
     assert ask(url, "/v1/models/a")[1]["id"] == "a"
-    assert ask(url, body={**QUESTION, "model": "a"})[0] == 200
+    assert [one["name"] for one in ask(url, "/api/tags")[1]["models"]] == ["a", "b", "spoilt"]
+    assert ask(url, "/api/chat", {**QUESTION, "model": "c"})[1]["error"].startswith("there is no")
 
     children = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
     process.send_signal(signal.SIGTERM)

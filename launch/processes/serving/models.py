@@ -23,7 +23,15 @@ from dovetail.workers.models.checkpoints.hub import local_folder
 
 log = logging.getLogger("dovetail.serve")
 
-SETTINGS = (*TAKEN, "deadline_s", "most_models", "unload_s")  # those that the router gets
+SETTINGS = (
+    *TAKEN,
+    "aliases",
+    "dashboard",
+    "deadline_s",
+    "most_models",
+    "page",
+    "unload_s",
+)  # those that the router gets
 ALONE = {"http.host": "127.0.0.1", "http.port": 0, "http.cors": ""}
 """Settings of a loaded model's own service, which only the router uses."""
 ENDING_S = 2 * GRACE_S + 3 * DRAIN_S  # the longest time for a service to end when asked to

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import anthropic
+import httpx
 import ollama
 import openai
 import pytest
@@ -122,6 +123,15 @@ def test_the_responses_api_is_read_by_openais_client(server: Api) -> None:
         assert text == REPLY
         assert event.type == "response.incomplete"
         assert event.response.output_text == REPLY
+
+
+def test_ollamas_bodies_need_no_content_type_except_from_web_pages(server: Api) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": False}).encode()
+    with httpx.Client(base_url=server.url) as client:
+        assert client.post("/api/chat", content=body, headers=form).json()["done"]
+        foreign = form | {"origin": "https://elsewhere.example"}
+        assert client.post("/api/chat", content=body, headers=foreign).status_code == 400
 
 
 def test_ollamas_client_reads_chats_and_prompts_whole_and_streamed(server: Api) -> None:

@@ -62,7 +62,11 @@ async function reply(parent, before) {
     growing.figures.textContent = message.count ? figures(message) : message.reading === null ? "" : readingWords(message, (performance.now() - began) / 1000);
     follow();
   }, CLOCK_MS);
-  const learn = async () => (message.alone = (await look())?.speedup?.alone_tokens_per_s ?? message.alone);
+  const learn = async () => {
+    const state = await look();
+    message.alone = state?.speedup?.alone_tokens_per_s ?? message.alone;
+    message.why = state?.speculation.why ?? message.why;
+  };
   const looking = setInterval(learn, STATE_MS);
   learn();
   try {
