@@ -19,7 +19,8 @@ class Colour(BaseModel):
     bright: bool
 
 
-for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+ONCE = {"parallel_tool_calls": False}
+for mode, more in ((instructor.Mode.TOOLS, ONCE), (instructor.Mode.JSON_SCHEMA, {})):
     client = instructor.from_openai(openai.OpenAI(base_url=URL, api_key="none"), mode=mode)
     found = client.chat.completions.create(
         model=MODEL,
@@ -28,6 +29,7 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         temperature=0,
         max_tokens=200,
         max_retries=0,
+        **more,
     )
     assert isinstance(found, Colour)
 print(json.dumps({"version": version("instructor"), "what": "an object by a tool, by a schema"}))
