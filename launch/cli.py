@@ -36,6 +36,7 @@ GROUPS = {
         "top": "Show the activity of a coordinator, live.",
         "swap": "Replace a worker while requests run.",
         "drain": "Remove a worker while requests run.",
+        "cache": "Show or clear the prompts cached on disk.",
     },
     "Start the processes by hand, on one machine or several": {
         "coordinator": "Run a coordinator by hand.",
@@ -76,7 +77,7 @@ COMMANDS = {
 
 STARTERS = ("generate", "chat", "serve")
 """Commands that fork their processes, unless they use a running service."""
-FEW_FILES = ("completion", "config", "doctor", "keygen")  # commands that open no sockets
+FEW_FILES = ("cache", "completion", "config", "doctor", "keygen")  # commands that open no sockets
 INTERRUPTED = 130
 
 

@@ -75,6 +75,14 @@ def cache_folder() -> Path:
     return base / "dovetail"
 
 
+ABOUT_PROMPTS = "model.txt"  # names the model of a folder of cached prompts
+
+
+def prompts_folder() -> Path:
+    """Return the folder of the prompts cached on disk, which may not exist yet."""
+    return cache_folder() / "prompts"
+
+
 def check_home(folder: Path) -> None:
     """Raise `OSError` for the cache folder of a user without a home."""
     if not folder.is_absolute():

@@ -216,8 +216,7 @@ class Matcher:
             if self.ended:
                 return
             if not self._own.consume_token(token):
-                self._check()
-                raise refused(f"the grammar does not allow token {token} after those before it")
+                raise refused(self._own.get_error())
             self.ended = bool(self._vocabulary.ends[token])
 
     def forced(self) -> list[int]:
@@ -271,13 +270,15 @@ class GrammarVocabulary:
         if len(grammar) > MAX_GRAMMAR:
             raise refused(f"the grammar has {len(grammar)} characters: use at most {MAX_GRAMMAR}")
         own = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
-        if not own.is_error():  # some limits are reached with the first mask
-            first = own.deep_copy()
-            first.compute_bitmask()
-            if not first.is_error():
-                return own
-            own = first
-        raise refused(own.get_error())
+        trial = own.deep_copy()  # some limits are reached with the first masks
+        trial.compute_bitmask()
+        if forced := trial.compute_ff_tokens():
+            trial.consume_tokens(forced)
+            trial.compute_bitmask()
+        if trial.is_error():
+            why = trial.get_error()
+            raise refused("no text follows it" if why.startswith("NoExtension") else why)
+        return own
 
 
 @lru_cache(4)

@@ -82,12 +82,12 @@ class _Held(Generic[SessionT]):
     session: SessionT
     round: int = 0
     proposed: TokenTree = field(default_factory=TokenTree)
-    chain: "Chain | None" = None  # the stored blocks of its rows; None: they are not stored
     constrained: "Constrained | None" = None
     """The grammar of the reply, for tokens that must follow the engine's; None: there is none, or
     the engine draws its proposals."""
     origins: tuple[int, ...] = ()
     """For each proposed node its place in the engine's proposal, -1 if it is not in it."""
+    chain: "Chain | None" = None  # the stored blocks of its rows; None: they are not stored
 
 
 class DraftWorker(Generic[SessionT]):
@@ -252,7 +252,7 @@ class DraftWorker(Generic[SessionT]):
                 "nothing is drafted for it",
                 file=sys.stderr,
             )
-        held = self._held[number] = _Held(session, command.round)
+        self._held[number] = held = _Held(session, command.round)
         if (blocks := self._identity.blocks) is not None and command.scope:
             held.chain = blocks.chain(command.scope)
         self._store(held)

@@ -281,9 +281,12 @@ LEAST_BYTES = {"coordinator": 500_000_000, "http": 1_000_000_000, "draft": 500_0
 def memory_limit(settings: Settings, role: str) -> int | None:
     """Return the bytes beyond which a process of this role (coordinator, http, target, draft,
     unified) is faulty; None if its weights are elsewhere or in a GPU's memory."""
+    blocks = (settings.cache.memory_bytes or 0) if role in ("target", "draft") else 0
     if role in ("target", "unified") and settings.memory.ram_bytes is not None:
-        return round(MARGIN * (settings.memory.ram_bytes + PROCESS_BYTES))
+        return round(MARGIN * (settings.memory.ram_bytes + PROCESS_BYTES + blocks))
     if not (needs := [need.footprint for need in needs_of(settings, (role,))]):
         return None
-    size = sum(MARGIN * one.size + SESSIONS_SHARE * CONVERSATIONS * one.caches for one in needs)
+    size = blocks + sum(
+        MARGIN * one.size + SESSIONS_SHARE * CONVERSATIONS * one.caches for one in needs
+    )
     return max(LEAST_BYTES.get(role, 0), round(size))

@@ -349,7 +349,7 @@ class Controller:
         if done.disturbed and self._now.crowd is None:
             if (done.drafted is not None or done.late) and on_off.era == done.begun.era:
                 alone_s = self._pricing.alone_s(done.context)
-                self._tell(on_off.beside_prompts(tokens, judged_s, alone_s))
+                self.report(on_off.beside_prompts(tokens, judged_s, alone_s))
         elif on_off.era != done.begun.era:
             alone_s, among = self._pricing.alone_s(done.context), done.begun.load.draft
             on_off.straggled(done.begun.era, tokens, judged_s, alone_s, among=among)
@@ -379,9 +379,9 @@ class Controller:
                 pass_s, rows=rows, context=done.context, experts=done.times.experts
             )
             words = on_off.drafted(tokens, seconds, slowness * alone_s, late=done.late)
-        self._tell(words)
+        self.report(words)
 
-    def _tell(self, words: str | None) -> None:
+    def report(self, words: str | None) -> None:
         """Report a decision for this session, if there was one."""
         if words is not None:
             self._say(f"session {self._number}, {self._names}: {words}")

@@ -9,6 +9,7 @@ from dovetail.protocol.messages import Feed, Submit
 from dovetail.runtime.engine.acts import EngineState
 from dovetail.runtime.engine.faults import aside
 from dovetail.runtime.engine.stored import ReplyStore, StoredReply
+from dovetail.runtime.fleet.block_index import INDEXED_BYTES
 from dovetail.runtime.fleet.outbox import TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.queue import FairQueue
@@ -61,6 +62,7 @@ class Shared(EngineState):
             + sum(map(size_of, chain(claims, (one.submit for one in self.queue))))
             + sum(one.outbox.bytes + one.reading_bytes for one in clients)
             + sum(PACKED_BYTES * one.shelf.tokens for one in workers)
+            + sum(INDEXED_BYTES * len(one.blocks) for one in workers)
             + sum(len(one.features.data) for one in late if isinstance(one, Feed))
         )
 

@@ -400,7 +400,8 @@ class WorkerEvents:
                 self._moving.resettle()
             return
         if worker is running.draft and worker is not running.target:
-            if gone:  # it joins later, with recomputed features
+            if gone:
+                running.controller.report(f"no draft until features are recomputed: {event.text}")
                 self._moving.drop_draft(running)
             else:
                 self._moving.draft_failed(running, event.text)

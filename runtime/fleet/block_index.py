@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from dovetail.protocol.prefixes import BLOCK_TOKENS, NAME_BYTES, TOKEN_BYTES, names_of
 from dovetail.runtime.session.request import Base
 
+INDEXED_BYTES = 128  # memory of a name, with its place in a set
+
 
 @dataclass
 class BlockIndex:

@@ -185,7 +185,8 @@ def bases(
     over. `on_target` and `on_draft`: sessions that run there; `stored`: for the target and the
     draft, replaces a base by stored rows if these are more. A draft that `reads` its target gets
     features only for newly computed rows, so both start from the same position; and since its rows
-    also depend on the next token, that must match, too."""
+    also depend on the next token, that must match, too. The row before the last token is computed
+    again, since some drafts make their first guess from it."""
     of_target = target.find(prompt, scope=scope, running=on_target)
     of_draft = (
         draft.find(prompt, scope=scope, known=int(reads), running=on_draft)
@@ -194,7 +195,8 @@ def bases(
     )
     of_target, of_draft = stored[0](of_target), stored[1](of_draft)
     if reads and draft is not None:
-        tokens = min(of_target.tokens, of_draft.tokens) if of_target and of_draft else 0
+        most = len(prompt) // TOKEN_BYTES - 2
+        tokens = min(of_target.tokens, of_draft.tokens, most) if of_target and of_draft else 0
         of_target, of_draft = (
             replace(base, tokens=tokens) if base and tokens else None
             for base in (of_target, of_draft)

@@ -211,12 +211,12 @@ def _formed(render: Callable[[list[Message]], str], messages: list[Message]) -> 
     for place, good in enumerate(best):
         role, content = messages[place]["role"], found[place]["content"]
         later = [one["role"] for one in messages[place:-1]] if role != "system" else []
+        if not good and "tool_calls" in found[place]:
+            raise _Limit(f"drops message {place + 1} or its tool calls: leave the calls out")
         if good or "assistant" in later:
             continue
         other = {**found[place], "content": f"x{content}x"}
         changed = [*found[:place], other, *found[place + 1 :]]
-        if "tool_calls" in other:
-            raise _Limit(f"drops the tool calls of message {place + 1}: leave them out")
         if _tried(render, changed) == text or not isinstance(content, str):
             text = f"drops message {place + 1} (role {role!r:.40})"
             raise _Limit(f"{text}: move its text into another message")
@@ -262,12 +262,13 @@ def _merged(messages: list[Message]) -> list[Message]:
 
 def _reminded(messages: list[Message]) -> list[Message]:
     """Turn later system messages into a user's, joined with one beside it."""
-    found: list[Message] = messages[:1]
+    found, turned = messages[:1], False
     for one in messages[1:]:
-        if one["role"] in SYSTEM:
+        before, turned = turned, one["role"] in SYSTEM
+        if turned:
             text = f"<system-reminder>\n{_in_form(1, one['content'])}\n</system-reminder>"
             one = {"role": "user", "content": text}
-        if one["role"] == "user" == found[-1]["role"]:
+        if (turned or before) and one["role"] == found[-1]["role"]:
             texts = [str(_in_form(1, part["content"])) for part in (found[-1], one)]
             found[-1] = {**found[-1], "content": "\n\n".join(texts)}
         else:

@@ -139,24 +139,27 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         content: Any = (
             text if isinstance(text, str) else [{"type": "text", "text": one} for one in text]
         )
-        one = {"role": message.role, "content": None if message.content is None else content}
+        one: dict[str, Any] = {"role": message.role, "content": content}
+        if message.content is None:
+            one["content"] = None
         if message.name is not None:
             one["name"] = message.name
         if message.role in ("tool", "function"):
             one |= {"role": "tool", "tool_call_id": message.tool_call_id or called}
         if calls := message.calls:
+            ids = [call.id or f"call{number:03}{place:02}" for place, call in enumerate(calls)]
+            called = ids[0]
             one["tool_calls"] = [
                 {
-                    "id": call.id or f"call{number:03}{place:02}",
+                    "id": index,
                     "type": "function",
                     "function": {
                         "name": call.function.name,
                         "arguments": _object(call.function.arguments),
                     },
                 }
-                for place, call in enumerate(calls)
+                for index, call in zip(ids, calls, strict=True)
             ]
-            called = one["tool_calls"][0]["id"]
         if (thoughts := message.thoughts) is not None:
             one |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thoughts)
         found.append(one)

@@ -227,7 +227,7 @@ class _Grammar:
         self._rule("g_boolean", '"true" | "false"')
         self._rule("g_null", '"null"')
         self._rule("g_value", "g_string | g_object | g_array | g_number | g_boolean | g_null")
-        needed, others = [], []
+        needed, others = list[str](), list[str]()
         for key, schema, required in _properties(parameters):
             value = f"g_{schema.get('type', 'value')}"
             value = value if value in self._rules else "g_value"

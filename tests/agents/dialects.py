@@ -10,6 +10,13 @@ Body = dict[str, Any]
 Schema = dict[str, Any]
 PIECE = 5
 """Characters of arguments in one event: a call arrives in many pieces."""
+ANSWER: Schema = {
+    "type": "object",
+    "properties": {"done": {"type": "boolean"}},
+    "required": ["done"],
+    "additionalProperties": False,
+}
+"""An answer that ends: codex and claude-code take one that is cut as an error."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,12 @@ class Chat:
 
     @staticmethod
     def force(body: Body, tool: str, parameters: Schema | None) -> Body:
-        """Let the model call this tool with these parameters; without parameters, no tool."""
+        """Let the model call this tool with these parameters; without parameters, let it answer by
+        `ANSWER`."""
         if parameters is None:
-            return {**body, "tool_choice": "none"}
+            schema = {"name": "answer", "schema": ANSWER}
+            answer = {"type": "json_schema", "json_schema": schema}
+            return {**body, "tool_choice": "none", "response_format": answer}
         function = {"name": tool, "parameters": parameters}
         return {
             **body,
@@ -90,7 +100,12 @@ class Chat:
         for delta in deltas:
             ended = None if delta else "tool_calls" if turn.tool else "stop"
             yield "", _chunk(turn, [{"index": 0, "delta": delta, "finish_reason": ended}])
-        usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        usage = {
+            "prompt_tokens": 100,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens": 10,
+            "total_tokens": 110,
+        }
         yield "", {**_chunk(turn, []), "usage": usage}
         yield "", "[DONE]"
 
@@ -126,7 +141,8 @@ class Responses:
     @staticmethod
     def force(body: Body, tool: str, parameters: Schema | None) -> Body:
         if parameters is None:
-            return {**body, "tool_choice": "none"}
+            answer = {"type": "json_schema", "name": "answer", "schema": ANSWER}
+            return {**body, "tool_choice": "none", "text": {"format": answer}}
         return {
             **body,
             "tools": [
@@ -138,35 +154,40 @@ class Responses:
 
     @staticmethod
     def stream(turn: Turn) -> Iterator[tuple[str, Any]]:
-        reply: Body = {
-            "id": f"resp_{turn.number}",
-            "object": "response",
-            "created_at": 1,
-            "model": "dovetail",
-            "status": "in_progress",
-            "output": [],
-        }
-        yield "response.created", {"response": reply}
-        output: list[Body] = []
-        for item, events in _items(turn):
-            place = {"output_index": len(output), "item_id": item["id"]}
-            begun = {**item, "status": "in_progress"}
-            begun |= {"arguments": ""} if turn.tool and "name" in item else {}
-            begun |= {"content": []} if "content" in item else {}
-            yield "response.output_item.added", {**place, "item": begun}
-            for name, data in events:
-                yield f"response.{name}", {**place, **data}
-            output.append({**item, "status": "completed"})
-            yield "response.output_item.done", {**place, "item": output[-1]}
-        usage = {
-            "input_tokens": 100,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": 10,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": 110,
-        }
-        done = {**reply, "status": "completed", "output": output, "usage": usage}
-        yield "response.completed", {"response": done}
+        for number, (name, data) in enumerate(_response(turn)):
+            yield name, {**data, "sequence_number": number}
+
+
+def _response(turn: Turn) -> Iterator[tuple[str, Body]]:
+    reply: Body = {
+        "id": f"resp_{turn.number}",
+        "object": "response",
+        "created_at": 1,
+        "model": "dovetail",
+        "status": "in_progress",
+        "output": [],
+    }
+    yield "response.created", {"response": reply}
+    output: list[Body] = []
+    for item, events in _items(turn):
+        place = {"output_index": len(output), "item_id": item["id"]}
+        begun = {**item, "status": "in_progress"}
+        begun |= {"arguments": ""} if turn.tool and "name" in item else {}
+        begun |= {"content": []} if "content" in item else {}
+        yield "response.output_item.added", {**place, "item": begun}
+        for name, data in events:
+            yield f"response.{name}", {**place, **data}
+        output.append({**item, "status": "completed"})
+        yield "response.output_item.done", {**place, "item": output[-1]}
+    usage = {
+        "input_tokens": 100,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": 10,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 110,
+    }
+    done = {**reply, "status": "completed", "output": output, "usage": usage}
+    yield "response.completed", {"response": done}
 
 
 def _items(turn: Turn) -> Iterator[tuple[Body, list[tuple[str, Body]]]]:
@@ -225,7 +246,9 @@ class Messages:
     @staticmethod
     def force(body: Body, tool: str, parameters: Schema | None) -> Body:
         if parameters is None:
-            return {**body, "tool_choice": {"type": "none"}}
+            answer = {"type": "json_schema", "schema": ANSWER}
+            output = {**body.get("output_config", {}), "format": answer}
+            return {**body, "tool_choice": {"type": "none"}, "output_config": output}
         return {
             **body,
             "tools": [

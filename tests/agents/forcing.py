@@ -1,5 +1,5 @@
 """A proxy before a server that makes any model do an agent's task: it forces the call that the
-agent's script has, with arguments chosen from a list, and after the first result a short text."""
+agent's script has, with arguments chosen from a list, and after the first result a short answer."""
 
 import json
 import threading
@@ -12,7 +12,7 @@ import httpx
 from agents.catalogue import Call
 from agents.dialects import DIALECTS, Body, Dialect, Schema, limited
 
-REPLY_TOKENS = 32
+REPLY_TOKENS = 200
 CALL_TOKENS = 512
 TIMEOUT_S = 900.0
 PASSED_ON = ("content-type", "anthropic-version", "anthropic-beta", "x-api-key", "authorization")
@@ -39,7 +39,7 @@ def narrowed(call: Call, parameters: Schema) -> Schema:
 
 
 def forced(dialect: Dialect, body: Body, call: Call) -> Body:
-    """A request whose reply is this call, or after a tool result, or without the tool, a text."""
+    """A request whose reply is this call, or after a tool result a short answer."""
     tools = dialect.tools(body)
     if call.tool not in tools:
         return limited(dialect, body, REPLY_TOKENS)

@@ -16,7 +16,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
-from agents.dialects import DIALECTS, Body, Chat, Dialect, Messages, limited
+from agents.dialects import DIALECTS, Body, Chat, Dialect, Messages, Schema, limited
 
 TOKENS = 24
 """Of a reply that nothing ends."""
@@ -176,8 +176,8 @@ def _of_response(response: Response) -> Reply:
 
 
 def replay(url: str, file: Path) -> list[Reply]:
-    """Post a session's requests, each of which must reuse the one before; then its first with each
-    of two forced calls, streamed and whole. Returns all replies."""
+    """Post a session's requests, each of which must reuse the one before; then its first with a
+    forced call, streamed and whole. Returns all replies."""
     poster = Poster(url)
     replies: list[Reply] = []
     session = [one for one in read_session(file) if dialect_of(one).tools(one["body"])]
@@ -192,37 +192,39 @@ def replay(url: str, file: Path) -> list[Reply]:
         replies.append(reply)
     first = session[0]
     dialect = dialect_of(first)
-    for tool in called(session):
-        parameters = dialect.tools(first["body"])[tool]
-        forced = limited(dialect, dialect.force(first["body"], tool, parameters), CALL_TOKENS)
-        streamed = poster.post(first, forced)
-        check_call(streamed, tool, parameters)
-        whole = poster.post(first, {**forced, "stream": False})
-        assert [one[1:] for one in whole.calls] == [one[1:] for one in streamed.calls]
-        assert whole.text == streamed.text
-        replies += [streamed, whole]
-    return replies
+    tool = first_called(session)
+    parameters = closed(dialect.tools(first["body"])[tool])
+    forced = limited(dialect, dialect.force(first["body"], tool, parameters), CALL_TOKENS)
+    streamed = poster.post(first, forced)
+    check_call(streamed, tool, parameters)
+    forced.pop("stream_options", None)
+    whole = poster.post(first, {**forced, "stream": False})
+    assert [one[1:] for one in whole.calls] == [one[1:] for one in streamed.calls]
+    assert whole.text == streamed.text
+    return [*replies, streamed, whole]
 
 
 def dialect_of(request: dict[str, Any]) -> Dialect:
     return DIALECTS[request["path"].partition("?")[0]]
 
 
-def called(session: list[dict[str, Any]]) -> list[str]:
-    """The names of the tools that are called in a recorded session, each once, in order."""
-    found: list[str] = []
-    for request in session:
-        text = json.dumps(request["body"].get("messages", request["body"].get("input")))
-        names = dialect_of(request).tools(request["body"])
-        found += [one for one in names if one not in found and f'"name": "{one}"' in text]
-    return found
+def first_called(session: list[dict[str, Any]]) -> str:
+    """The name of the tool that is called first in a recorded session."""
+    body = session[1]["body"]
+    history = json.dumps(body.get("messages", body.get("input")))
+    return next(one for one in dialect_of(session[1]).tools(body) if f'"name": "{one}"' in history)
 
 
-def check_call(reply: Reply, tool: str, parameters: dict[str, Any]) -> None:
-    """There is one call, of this tool, with an id, and its arguments obey the tool's schema unless
-    the reply was cut."""
+def closed(parameters: Schema) -> Schema:
+    """The required parameters of a tool and no others, so that every model comes to an end."""
+    kept = {name: parameters["properties"][name] for name in parameters["required"]}
+    return {**parameters, "properties": kept, "additionalProperties": False}
+
+
+def check_call(reply: Reply, tool: str, parameters: Schema) -> None:
+    """There is one call, of this tool, with an id, and its arguments obey the tool's schema."""
     ((call, name, arguments),) = reply.calls
     assert call, reply
     assert name == tool, reply
-    if reply.ended not in ("length", "max_tokens", "max_output_tokens"):
-        jsonschema.validate(json.loads(arguments), parameters)
+    assert reply.ended not in ("length", "max_tokens", "max_output_tokens"), reply
+    jsonschema.validate(json.loads(arguments), parameters)

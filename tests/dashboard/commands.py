@@ -1,5 +1,5 @@
-"""The commands about the dashboard: taking the documentation's pictures, and measuring what looking
-costs.
+"""The commands about the pages: taking the documentation's pictures, and measuring what looking at
+the dashboard costs.
 
 A real coordinator with the embedded pair decodes all the while. For the pictures its target is
 inflated, so that the page shows what a real one would; for the costs requests go to the coordinator
@@ -27,7 +27,7 @@ from dovetail.launch.console.screen import Standing, page
 from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.processes.stack import Stack
 from dovetail.runtime.http.pages.watch import EVERY_S, STATE_PATH
-from support.browser import Browser, chromium, find_chromium
+from support.browser import Page, chromium, find_chromium
 from support.inflated import inflated
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, started
@@ -36,18 +36,31 @@ from support.web import Api, api
 ROOT = Path(__file__).resolve().parent.parent.parent
 WARM_S = 25.0
 """Seconds of decoding before the picture is taken."""
-SIZES = {
-    "dashboard-light": (1000, 1330, False),
-    "dashboard-dark": (1000, 1330, True),
+CHATS = {
+    "chat-light": (1000, 640, False),
+    "chat-dark": (1000, 640, True),
+    "chat-phone": (360, 640, False),
+}
+DASHBOARDS = {
+    "dashboard-light": (1000, 1500, False),
+    "dashboard-dark": (1000, 1500, True),
     "dashboard-phone": (360, 900, False),
 }
+"""Width, height and whether it is dark."""
 LIVE = "document.querySelectorAll('#tree .node.a').length > 1"
+MESSAGES = (
+    "Could you tell me a story about a young hedgehog who lost his red balloon?",
+    "Could you tell me a story about a brave otter who found a lantern?",
+)
+READY = "document.getElementById('model').textContent !== ''"
+ENDED = "document.getElementById('stop').hidden"
+TINTED = "document.querySelectorAll('.drafted').length > 60"
 TEMPLATE_FONTS = "@font-face"
 
 
 @click.group()
 def main() -> None:
-    """The dashboard: pictures of it, and what it costs."""
+    """The pages: pictures of them, and what the dashboard costs."""
 
 
 @main.command()
@@ -61,26 +74,35 @@ def main() -> None:
 @click.option("--inflate", default="256MiB", show_default=True, help="Size of the target.")
 @click.option("--whole", is_flag=True, help="The whole page instead of what a window shows of it.")
 def pictures(out: Path, inflate: str, whole: bool) -> None:
-    """Make the documentation's pictures of the page and of `dovetail top`."""
+    """Make the documentation's pictures of the pages and of `dovetail top`."""
     program = find_chromium()
     if program is None:
         raise click.ClickException("no Chromium is installed here (Debian: apt install chromium)")
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as opened:
-        step = opened.enter_context(progress_bar(len(SIZES) + 2, "pictures"))
+        step = opened.enter_context(progress_bar(len(CHATS) + len(DASHBOARDS) + 2, "pictures"))
         step("decoding")
         stack, _ = opened.enter_context(started({"draft.device": "cpu", **inflated(inflate)}))
         server = opened.enter_context(
             api(stack.address, "--policy=dynamic", "--tree.insist=true", "--http.model=demo")
         )
         browser = opened.enter_context(chromium(program))
-        opened.enter_context(talking(server.url))
-        _look_for(server, WARM_S)
-        for name, (width, height, dark) in SIZES.items():
+        for name, (width, height, dark) in CHATS.items():
             step(name)
-            _photograph(
-                browser, server.url, out / f"{name}.png", width, height, dark=dark, whole=whole
-            )
+            tab = browser.page()
+            tab.open(server.url, width=width, height=height, dark=dark)
+            _chat(tab)
+            tab.small_picture(out / f"{name}.png", whole=whole)
+            tab.close()
+        opened.enter_context(talking(server.url))
+        time.sleep(WARM_S)
+        for name, (width, height, dark) in DASHBOARDS.items():
+            step(name)
+            tab = browser.page()
+            tab.open(f"{server.url}/dashboard", width=width, height=height, dark=dark)
+            tab.until(LIVE)  # a round with an accepted path
+            tab.small_picture(out / f"{name}.png", whole=whole)
+            tab.close()
         step("top")
         (out / "top.svg").write_text(
             _terminal(server.client.get(STATE_PATH).json()), encoding="utf-8"
@@ -88,26 +110,16 @@ def pictures(out: Path, inflate: str, whole: bool) -> None:
     note(f"written to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
-def _look_for(server: Api, seconds: float) -> None:
-    """Look at it for so long, so that there is a history."""
-    ends_s = time.monotonic() + seconds
-    while time.monotonic() < ends_s:
-        server.client.get(STATE_PATH)
-        time.sleep(EVERY_S)
-
-
-def _photograph(
-    browser: Browser, url: str, path: Path, width: int, height: int, *, dark: bool, whole: bool
-) -> None:
-    tab = browser.page()
-    tab.open(f"{url}/dashboard", width=width, height=height, dark=dark)
-    deadline = time.monotonic() + PATIENCE_S
-    while (
-        not tab.value(LIVE) and time.monotonic() < deadline
-    ):  # a round with an accepted path shows what there is to see
-        time.sleep(0.2)
-    tab.small_picture(path, whole=whole)
-    tab.close()
+def _chat(tab: Page) -> None:
+    """Send two messages; return while the second reply is written."""
+    tab.until(READY)
+    for number, message in enumerate(MESSAGES):
+        tab.until(ENDED)
+        tab.value("document.getElementById('input').focus()")
+        tab.type(message)
+        tab.press("Enter")
+        tab.until(f"document.querySelectorAll('.assistant').length > {number}")
+    tab.until(TINTED)
 
 
 def _terminal(picture: dict[str, Any]) -> str:

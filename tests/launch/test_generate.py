@@ -78,6 +78,7 @@ RESULT_FIELDS = [
     "control_rounds",
     "predicted_tokens_per_s",
     "reused_tokens",
+    "reused_from",
     "moves",
     "fingerprints",
     "placement",

@@ -22,6 +22,7 @@ from real.caches import cache_command
 from real.drafts import drafts
 from real.groups import group, table_row
 from real.models import MODELS, fetch
+from real.prompts import prompts
 from real.quota import quota
 from real.servers import PROMPT, ask, memory, own_places, served
 from real.serving import serve
@@ -36,6 +37,7 @@ def main() -> None:
 
 main.add_command(cache_command)
 main.add_command(drafts)
+main.add_command(prompts)
 main.add_command(quota)
 main.add_command(serve)
 

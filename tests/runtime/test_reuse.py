@@ -189,6 +189,12 @@ def test_a_row_of_a_draft_that_reads_its_target_counts_only_with_the_token_behin
     assert bases(pack((*LOG[:30], 1, 2)), target, draft, reads=True) == (Base(1, 29), Base(1, 29))
 
 
+def test_a_draft_that_reads_its_target_reads_the_row_before_the_last_token_again() -> None:
+    target, draft = cache(kept(1, LOG)), cache(kept(1, LOG))
+    count = len(LOG) - 2
+    assert bases(pack(LOG), target, draft, reads=True) == (Base(1, count), Base(1, count))
+
+
 @given(st.lists(st.tuples(logs, st.integers(0, 60)), max_size=8), logs, st.booleans())
 def test_whatever_is_found_has_the_rows_that_the_prompt_begins_with(
     held: list[tuple[list[int], int]], prompt: list[int], reads: bool

@@ -17,22 +17,33 @@ from dovetail.workers.drafters.levels import levels_key
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Predicted, open_head
 from dovetail.workers.models.loading import load_language_model
+from support.block_heads import DRAFTERS, write_drafter
 from support.heads import VARIANTS, write_head
+from support.kernels import needs_kernels
+from support.mtp import write_mtp
+from support.parallel_heads import write_parallel_head
 
 TOLD = ContextCurve(
     context=512, t_v=RowsSeconds(rows=LEVELS, seconds=(1.0, 1.0, 1.0, 2.0, 2.0, 3.0))
 )
 
 
-@pytest.fixture(params=["small", "eagle3", "jakiro", "dovetail-3"])
+HEADS = ("eagle3", "jakiro", "dovetail-3", "dflash-mixed", "dspark-deepspec", "dflash2", "peagle")
+
+
+@pytest.fixture(params=["small", *HEADS])
 def draft(request: pytest.FixtureRequest, llama_folder: Path, tmp_path: Path) -> DraftSettings:
     """A small model, and heads of several kinds."""
-    model = (
-        llama_folder
-        if request.param == "small"
-        else write_head(tmp_path / "head", VARIANTS[request.param])
-    )
-    return DraftSettings(model=str(model), device="cpu")
+    name, folder = request.param, tmp_path / "head"
+    if name == "small":
+        folder = llama_folder
+    elif name in DRAFTERS:
+        write_drafter(folder, name)
+    elif name == "peagle":
+        write_parallel_head(folder)
+    else:
+        write_head(folder, VARIANTS[name])
+    return DraftSettings(model=str(folder), device="cpu")
 
 
 def test_a_level_is_measured_kept_and_told(
@@ -46,6 +57,17 @@ def test_a_level_is_measured_kept_and_told(
     assert open_draft_worker(draft, name="draft", threads=1, target=target, profile=profile).hello(
         1
     ).curves == (levels,)
+
+
+@needs_kernels
+def test_a_level_of_the_targets_own_layer_is_measured_and_kept(tmp_path: Path) -> None:
+    write_mtp("glm4_moe", tmp_path / "model")
+    settings = DraftSettings(kind="mtp", device="cpu")
+    target, profile = str(tmp_path / "model"), tmp_path / "profile.json"
+    key, levels = calibrate_draft(settings, threads=1, target=target, seconds=0.02)
+    update_profile(profile, key, lambda entry: entry.with_levels(levels))
+    worker = open_draft_worker(settings, name="draft", threads=1, target=target, profile=profile)
+    assert worker.hello(1).curves == (levels,)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class Wanted:
             kept_extra=base_rows(cache),
             together=MAX_SESSIONS,
             blocks=open_blocks(
-                self.prompts, self.name, model.new_cache, model.device, *seed, known=known
+                self.prompts, self.name, called, model.new_cache, model.device, *seed, known=known
             ),
             **more,
         )

@@ -102,8 +102,11 @@ def open_target_worker(
     identity = _identity(settings, name, threads, device, spread, model, profile)
     if identity.same_bytes:
         seed = (identity.fingerprint.model_dump_json(), model.cache)
-        blocks = open_blocks(prompts, name, model.new_cache, model.device, *seed)
+        blocks = open_blocks(prompts, name, settings.model, model.new_cache, model.device, *seed)
         identity = replace(identity, blocks=blocks)
+        if blocks is not None and identity.room_tokens is not None:
+            taken = (prompts.memory_bytes or 0) // max(1, model.new_cache(0).row_bytes)
+            identity = replace(identity, room_tokens=max(0, identity.room_tokens - taken))
     return TargetWorker(model, identity)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.files import check_home, refusal
+from dovetail.protocol.files import ABOUT_PROMPTS, check_home, refusal
 from dovetail.protocol.prefixes import NAME_BYTES
 from dovetail.workers.models.checkpoints.checkpoint import load_tensors, save_tensors
 
@@ -46,13 +46,17 @@ class BlockFile:
 class BlockFiles:
     """The files of one worker's blocks by name, the least recently used first."""
 
-    def __init__(self, folder: Path, most_bytes: int, name: str) -> None:
-        """`name`: of the worker, for messages. Raises `OSError` if the folder cannot be used."""
+    def __init__(self, folder: Path, most_bytes: int, name: str, model: str = "") -> None:
+        """`name`: of the worker, for messages; `model`: what it computes. Raises `OSError` if the
+        folder cannot be used."""
         check_home(folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for private in (folder.parent, folder):
             private.chmod(0o700)
+        if model:
+            (folder / ABOUT_PROMPTS).write_text(model, encoding="utf-8")
         self._folder, self._most_bytes, self._name = folder, most_bytes, name
+        self._refused = False  # True once the disk has refused a file
         self.damaged = 0  # files that were deleted since they did not have their digest
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         for path, found in sorted(_files(folder), key=lambda file: file[1].st_mtime_ns):
@@ -70,6 +74,8 @@ class BlockFiles:
     def write(self, name: bytes, block: Content, digest: bytes) -> Sequence[bytes]:
         """Write a block, and return the names of those deleted for it. If the disk refuses, nothing
         more is written, which is reported once."""
+        if self._refused:
+            return ()
         gone = self._make_room(HEADER_BYTES + sum(part.nbytes for part in block.rows))
         tensors = {f"rows.{place}": part for place, part in enumerate(block.rows)}
         for what, content in (("parent", block.parent), ("tokens", block.tokens)):
@@ -80,7 +86,7 @@ class BlockFiles:
             save_tensors(path, tensors)
             size = path.stat().st_size
         except OSError as error:
-            self._most_bytes = 0
+            self._refused = True
             text = f"prompts are no longer cached in {self._folder}: {refusal(error)}"
             print(f"{self._name}: {text}", file=sys.stderr)
             return gone

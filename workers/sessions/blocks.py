@@ -146,7 +146,7 @@ class BlockStore:
             self._changed.add(name)
             return None
         block = Block(found.parent, found.tokens, found.rows)
-        if block.digest != found.digest:
+        if block.digest != found.digest or name_after(block.parent, block.tokens) != name:
             assert self._files is not None
             self._files.drop_damaged(name)
             self._changed.add(name)

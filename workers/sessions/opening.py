@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from dovetail.protocol.files import cache_folder, refusal
+from dovetail.protocol.files import prompts_folder, refusal
 from dovetail.protocol.memory import read_room
 from dovetail.protocol.prefixes import digest_of
 from dovetail.protocol.settings import CacheSettings, byte_count
@@ -17,20 +17,20 @@ LAYOUT = "1"  # raised when rows are stored differently
 MEMORY_SHARE = 16
 """Blocks get this fraction of the memory that is free at the start, half as much as ended
 sessions."""
-FOLDER = "prompts"
 
 
 def open_blocks(
     settings: CacheSettings,
     name: str,
+    model: str,
     new_cache: Callable[[int], Cache],
     device: torch.device,
     *seed: str,
     known: int = 0,
 ) -> BlockStore | None:
     """Return a worker's store, or None if its model's rows cannot be stored or the settings say so.
-    `seed`: what its rows depend on besides tokens; `known`: how many tokens after a row it depends
-    on."""
+    `model`: for `dovetail cache`; `seed`: what its rows depend on besides tokens; `known`: how many
+    tokens after a row it depends on."""
     cache = new_cache(0)
     room = read_room()
     most = settings.memory_bytes
@@ -39,16 +39,16 @@ def open_blocks(
     if not most or device.type != "cpu" or not can_store(cache):
         return None
     digest = digest_of(LAYOUT, type(cache).__name__, *seed)
-    return BlockStore(digest, new_cache, most, _files(settings, name, digest), known)
+    return BlockStore(digest, new_cache, most, _files(settings, name, model, digest), known)
 
 
-def _files(settings: CacheSettings, name: str, seed: bytes) -> BlockFiles | None:
+def _files(settings: CacheSettings, name: str, model: str, seed: bytes) -> BlockFiles | None:
     """Return the files of a store, or None without a setting or a folder, which is reported."""
     if not (most := byte_count(settings.disk)):
         return None
-    folder = cache_folder() / FOLDER / seed.hex()[:32]
+    folder = prompts_folder() / seed.hex()[:32]
     try:
-        return BlockFiles(folder, most, name)
+        return BlockFiles(folder, most, name, model)
     except OSError as error:
         print(f"{name}: no prompts are cached in {folder}: {refusal(error)}", file=sys.stderr)
         return None

@@ -108,8 +108,14 @@ class CompletionWriter(Writer):
 
     def _reason(self, index: int, result: Result) -> str:
         """Return why a reply ended, in OpenAI's words."""
-        called = result.finish_reason == "stop" and index in self._calling
-        return "tool_calls" if called else result.finish_reason
+        if result.finish_reason != "stop" or index not in self._calling:
+            return result.finish_reason
+        return "function_call" if self._legacy else "tool_calls"
+
+    @property
+    def _legacy(self) -> bool:
+        """Whether a call is the reply's `function_call`, as before there were tools."""
+        return self._order.reading is not None and self._order.reading.use.legacy
 
     def _unheard(self, index: int, part: Part) -> Part | None:
         """Return the part that a returning client lacks, or None."""
@@ -272,6 +278,10 @@ class ChatWriter(CompletionWriter):
                     deltas.append(f'{{"content":{json.dumps(text)}}}')
                 case Reasoning(text):
                     deltas.append(compact(_reasoning(text)))
+                case CallBegun() if self._legacy:
+                    deltas.append(compact({"function_call": _call(event, "")["function"]}))
+                case CallArguments(_, text) if self._legacy:
+                    deltas.append(compact({"function_call": {"arguments": text}}))
                 case CallBegun():
                     begun = {"index": event.index, **_call(event, "")}
                     deltas.append(compact({"tool_calls": [begun]}))
@@ -312,7 +322,9 @@ class ChatWriter(CompletionWriter):
         }
         if texts["reasoning"]:
             message |= _reasoning(texts["reasoning"])
-        if calls:
+        if calls and self._legacy:
+            message["function_call"] = calls[0]["function"]
+        elif calls:
             message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 

@@ -30,6 +30,9 @@ ENCODINGS = (b"gzip", b"x-gzip", b"deflate")  # content encodings that are decom
 ANY_HEADER = 32 + zlib.MAX_WBITS  # zlib's `wbits` that accepts both gzip and zlib headers
 PLAIN = (b"", b"identity")
 ENCODED = (b"content-encoding", b"content-length")
+OLLAMA = "/api/"
+"""Paths whose bodies are JSON whatever their Content-Type, as in ollama's examples with `curl -d`;
+not of web pages, which could otherwise send them from any site without asking."""
 """Headers that no longer apply once a body is decompressed."""
 
 
@@ -66,6 +69,9 @@ class Guard:
         scope[STRAIGHT], unpack = send, None
         if scope["method"] == "HEAD":  # the server omits the body
             scope = {**scope, "method": "GET"}
+        if scope["path"].startswith(OLLAMA) and b"origin" not in headers:
+            others = [one for one in scope["headers"] if one[0] != b"content-type"]
+            scope["headers"] = [*others, (b"content-type", b"application/json")]
         if (encoding := _encoding(headers)) not in PLAIN:
             scope["headers"] = [one for one in scope["headers"] if one[0] not in ENCODED]
             unpack = Unpacking(encoding, self._most)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import anthropic
+import httpx
 import ollama
 import openai
 import pytest
@@ -124,6 +125,15 @@ def test_the_responses_api_is_read_by_openais_client(server: Api) -> None:
         assert event.response.output_text == REPLY
 
 
+def test_ollamas_bodies_need_no_content_type_except_from_web_pages(server: Api) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": False}).encode()
+    with httpx.Client(base_url=server.url) as client:
+        assert client.post("/api/chat", content=body, headers=form).json()["done"]
+        foreign = form | {"origin": "https://elsewhere.example"}
+        assert client.post("/api/chat", content=body, headers=foreign).status_code == 400
+
+
 def test_ollamas_client_reads_chats_and_prompts_whole_and_streamed(server: Api) -> None:
     with ollama.Client(host=server.url) as client:
         options = {"num_predict": 5, "num_ctx": 4096}
@@ -142,7 +152,9 @@ def test_ollamas_client_reads_chats_and_prompts_whole_and_streamed(server: Api) 
         assert client.generate(model=MODEL).done_reason == "load"
         assert [one.model for one in client.list().models] == [MODEL]
         assert [one.context_length for one in client.ps().models] == [512]
-        assert (client.show(MODEL).modelinfo or {})["dovetail.context_length"] == 512
+        shown = client.show(MODEL)
+        assert (shown.modelinfo or {})["dovetail.context_length"] == 512
+        assert shown.capabilities == ["completion"]  # its template has no place for tools
 
 
 def test_llama_servers_own_routes_answer_in_its_form(server: Api) -> None:

@@ -144,7 +144,7 @@ def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
     names = ", ".join(sorted(named))[:200]
     if not template.strip():
         return _raising(f"the model has several ({names}), none of which is named default")
-    if with_tools := named.get("tool_use", "").strip():
+    if (with_tools := named.get("tool_use", "")).strip():
         template = _chosen(with_tools, template)
     template = _special_tokens(own, template) + template
     if len(template) > MAX_TEMPLATE:

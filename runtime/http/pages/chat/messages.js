@@ -66,16 +66,17 @@ function callCard({ name, arguments: text }) {
 }
 
 /** The line below a reply: its speed, and what the draft gained. */
-export function figures({ role, metrics, alone, plain, count, passes, began, finish }) {
+export function figures({ role, metrics, alone, why, plain, count, passes, began, finish }) {
   if (role !== "assistant") return "";
   const rate = metrics ? metrics.tokens_per_s : count > 1 && began ? (1000 * (count - 1)) / (performance.now() - began) : null;
   if (!rate) return ENDS[finish] ?? "";
   const times = alone ? rate / alone : null;
+  const undrafted = plain || metrics?.drafted_tokens === 0;
   const tau = metrics?.tau ?? (passes ? count / passes : null);
   const parts = [
     `${fixed(rate, 1)} tokens/s`,
-    plain ? "without a draft" : times && `${fixed(times, 1)} times as fast as without a draft (predicted)`,
-    !plain && tau && `${fixed(tau, 1)} tokens a pass`,
+    undrafted ? ["without a draft", !plain && why].filter(Boolean).join(": ") : times && `${fixed(times, 1)} times as fast as without a draft (predicted)`,
+    !undrafted && tau && `${fixed(tau, 1)} tokens a pass`,
     metrics && `${number(metrics.completion_tokens)} tokens`,
     metrics?.draft_failure && "the draft failed",
     ENDS[finish],

@@ -1,0 +1,197 @@
+"""Tools through real processes: the embedded target with a template that has tools, and
+openai-python as the client."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from dovetail.launch.settings.models import TARGET_FOLDER
+from support.patience import PATIENCE_S
+from support.served import ready
+from support.tool_templates import NOW, TEMPLATES
+
+Start = Callable[..., subprocess.Popen[str]]
+ASKED: dict[str, Any] = {"role": "user", "content": "How is the weather in Rome?"}
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"place": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["place", "days"],
+    "additionalProperties": False,
+}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Weather.", "parameters": PARAMETERS},
+}
+DEMANDED: dict[str, Any] = {
+    "messages": [ASKED],
+    "tools": [TOOL],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "max_tokens": 120,
+    "temperature": 1.0,
+}
+
+
+def client_of(start: Start, folder: Path, family: str, *flags: str) -> openai.OpenAI:
+    """A client of the embedded target with a family's template."""
+    target = folder / "target"
+    shutil.copytree(TARGET_FOLDER, target)
+    (target / "chat_template.jinja").write_text(TEMPLATES[family], encoding="utf-8")
+    flags = ("--http.port", "0", "--draft.device", "cpu", "--json", *flags)
+    url = ready(start("serve", "--target", str(target), *flags))["url"]
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="x", timeout=PATIENCE_S, max_retries=0)
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(model="target", **{**DEMANDED, **fields})
+
+
+def streamed(client: openai.OpenAI, **fields: Any) -> tuple[Any, list[Any]]:
+    """The message of a stream in one piece, and its chunks."""
+    chunks = list(ask(client, stream=True, **fields))
+    message: dict[str, Any] = {"content": "", "calls": []}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        message["content"] += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            if call.id is not None:
+                assert call.index == len(message["calls"])
+                message["calls"].append([call.function.name, ""])
+            message["calls"][call.index][1] += call.function.arguments
+        message["reason"] = choice.finish_reason or message.get("reason")
+    return message, chunks
+
+
+def summary(reply: Any) -> dict[str, Any]:
+    (choice,) = reply.choices
+    calls = choice.message.tool_calls or ()
+    return {
+        "content": choice.message.content or "",
+        "calls": [[call.function.name, call.function.arguments] for call in calls],
+        "reason": choice.finish_reason,
+    }
+
+
+def assert_valid(reply: Any) -> None:
+    (choice,) = reply.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert call.function.name == "get_weather"
+    assert len(call.id) == 9
+    assert call.id.isalnum()
+    jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+
+
+def test_a_call_is_demanded_streamed_answered_and_refused(start: Start, tmp_path: Path) -> None:
+    client = client_of(start, tmp_path, "hermes")
+    for seed in range(2):
+        whole = ask(client, seed=seed)
+        assert_valid(whole)
+        alone = {"extra_body": {"dovetail": {"speculate": False}}}
+        assert summary(ask(client, seed=seed, **alone)) == summary(whole)
+        message, chunks = streamed(client, seed=seed)
+        assert message == summary(whole)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        pieces = [
+            call.function.arguments
+            for chunk in chunks
+            for choice in chunk.choices
+            for call in choice.delta.tool_calls or ()
+        ]
+        assert len(pieces) > 3
+    first = ask(client, tools=[NOW], temperature=0).choices[0].message
+    (call,) = first.tool_calls
+    turn = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+    after = ask(client, messages=[ASKED, first, turn], tools=[NOW], tool_choice="none", seed=2)
+    assert after.choices[0].message.content
+    named = {"type": "function", "function": {"name": "now"}}
+    for tools in ([TOOL, NOW], [NOW, TOOL]):
+        named_call = (
+            ask(client, tools=tools, tool_choice=named, temperature=0)
+            .choices[0]
+            .message.tool_calls[0]
+        )
+        assert named_call.function.name == "now"
+    legacy = {"functions": [NOW["function"]], "function_call": {"name": "now"}}
+    left_out = dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), openai.omit)
+    (choice,) = ask(client, **left_out, **legacy, temperature=0).choices
+    assert choice.finish_reason == "function_call"
+    assert choice.message.function_call.name == "now"
+    assert json.loads(choice.message.function_call.arguments) == {}
+    free = ask(client, tool_choice="auto", seed=3)
+    assert free.choices[0].message.content or free.choices[0].message.tool_calls
+    for fields, param in (
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "tool_choice"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(client, **fields)
+        assert refused.value.param == param
+
+
+@pytest.mark.slow
+def test_a_stream_with_a_call_is_continued(start: Start, tmp_path: Path) -> None:
+    flags = ("--coordinator.journal", str(tmp_path / "journal"))
+    client = client_of(start, tmp_path, "hermes", *flags)
+    url = f"{str(client.base_url).rstrip('/')}/chat/completions"
+    body = {**DEMANDED, "stream": True, "seed": 1, "dovetail": {"event_ids": True}}
+
+    def told(**headers: str) -> list[tuple[str, list[Any]]]:
+        reply = httpx.post(url, json=body, headers=headers, timeout=PATIENCE_S)
+        assert reply.status_code == 200, reply.text
+        found: list[tuple[str, list[Any]]] = [("", [])]
+        for line in reply.text.splitlines():
+            if line.startswith("data: {"):
+                found[-1][1].append(json.loads(line.removeprefix("data: ")))
+            elif line.startswith("id: "):
+                found[-1] = (line.removeprefix("id: "), found[-1][1])
+                found.append(("", []))
+        return found
+
+    def calls(chunks: list[Any]) -> list[Any]:
+        return [
+            piece
+            for chunk in chunks
+            for choice in chunk["choices"]
+            for piece in choice["delta"].get("tool_calls", ())
+        ]
+
+    def joined(pieces: list[Any]) -> str:
+        return "".join(piece["function"]["arguments"] for piece in pieces)
+
+    whole = told()
+    every = calls([chunk for _, chunks in whole for chunk in chunks])
+    assert every[0]["id"]
+    for place in range(len(whole) - 1):
+        before = calls([chunk for _, chunks in whole[: place + 1] for chunk in chunks])
+        rest = told(**{"Last-Event-ID": whole[place][0]})
+        after = calls([chunk for _, chunks in rest for chunk in chunks])
+        assert joined(before + after) == joined(every)
+        assert [one["id"] for one in before + after if "id" in one] == [every[0]["id"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_call_of_each_family_is_valid(family: str, start: Start, tmp_path: Path) -> None:
+    client, valid = client_of(start, tmp_path, family), 0
+    for seed in range(3):
+        whole = ask(client, seed=seed)
+        if whole.choices[0].finish_reason == "length":
+            continue
+        if family == "gemma":  # whose grammar has no bounds of numbers
+            assert [call.function.name for call in whole.choices[0].message.tool_calls]
+        else:
+            assert_valid(whole)
+        assert streamed(client, seed=seed)[0] == summary(whole)
+        valid += 1
+    assert valid

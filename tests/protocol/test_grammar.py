@@ -1,0 +1,224 @@
+"""Grammars: what is allowed depends on the tokens alone; schemas are followed, relaxed or refused;
+hostile ones cost little."""
+
+import json
+import random
+import resource
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import jsonschema
+import pytest
+from tokenizers import Tokenizer
+
+from dovetail.launch.settings.models import DEMO_FOLDER
+from dovetail.protocol import grammar
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.grammar import GrammarVocabulary, Matcher
+from dovetail.protocol.messages import MAX_GRAMMAR, VocabularyFacts, grammar_engine
+from support.schemas import HOSTILE, REFUSED, RELAXED, VALID, thing
+
+TOKENIZER = (DEMO_FOLDER / "target" / "tokenizer.json").read_bytes()
+TEXT = Tokenizer.from_buffer(TOKENIZER)
+SIZE, END = 4096, 1
+OTHERS = {
+    "regex": grammar.of_regex(r"[A-Z][a-z]{2,8}( [a-z]{1,9}){1,4}\."),
+    "choice": grammar.of_choice(["yes", "no", "may be (or not)?", "a/b\\c\n[d]"]),
+    "gbnf": grammar.of_gbnf('root ::= "a" ("b" | [0-9]){1,5} "."'),
+    "lark": grammar.of_lark(
+        'start: "<" body ">" (%json {"type": "integer", "minimum": 0, "maximum": 99})\n'
+        "body: /[a-z]{1,5}/"
+    ),
+}
+GRAMMARS = {**{name: grammar.of_schema(VALID[name]) for name in [*VALID][::7]}, **OTHERS}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> GrammarVocabulary:
+    return GrammarVocabulary(TOKENIZER, SIZE, [END])
+
+
+def walk(matcher: Matcher, seed: int, most: int = 60) -> list[int]:
+    """A random reply: the end and short tokens are preferred, so that most end."""
+    chance, tokens = random.Random(seed), []
+    while not matcher.ended and len(tokens) < most:
+        allowed = matcher.allowed().nonzero()[0].tolist()
+        assert allowed
+        tokens.append(END if END in allowed and chance.random() < 0.5 else chance.choice(allowed))
+        matcher.consume(tokens[-1:])
+    return tokens
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_what_is_allowed_depends_on_the_tokens_alone(
+    vocabulary: GrammarVocabulary, name: str
+) -> None:
+    """Whether they were consumed one by one, with masks computed in between, at once, by copies, or
+    after other branches were tried, and by another instance."""
+    text = GRAMMARS[name]
+    other = GrammarVocabulary(TOKENIZER, SIZE, [END]) if name == "regex" else vocabulary
+    for seed in range(2):
+        tokens = walk(vocabulary.matcher(text), seed)
+        stepping, copied = vocabulary.matcher(text), vocabulary.matcher(text)
+        for place, token in enumerate(tokens):
+            at_once = other.matcher(text)
+            at_once.consume(tokens[:place])
+            expected = at_once.allowed()
+            for branch in expected.nonzero()[0][:3].tolist():
+                wrong = copied.copy()
+                wrong.consume([branch])
+                wrong.allowed()
+            assert (stepping.allowed() == expected).all()
+            assert (copied.allowed() == expected).all()
+            assert expected[token]
+            if forced := stepping.forced():
+                assert [forced[0]] == expected.nonzero()[0].tolist()
+            stepping.consume([token])
+            copied = copied.copy()
+            copied.consume([token])
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_a_schema_is_followed_to_the_letter(vocabulary: GrammarVocabulary, name: str) -> None:
+    text = grammar.of_schema(VALID[name], strict=True)
+    assert [*vocabulary.warnings(text), *grammar.relaxed(VALID[name])] == []
+    matcher = vocabulary.matcher(text)
+    document = ""
+    for seed in range(2):
+        matcher = vocabulary.matcher(text)
+        tokens = walk(matcher, seed, 400)
+        if matcher.ended:
+            document = detokenized(tokens)
+            jsonschema.validate(json.loads(document), VALID[name])
+    assert matcher.complete == matcher.ended
+
+
+def detokenized(tokens: list[int]) -> str:
+    return str(TEXT.decode(tokens))
+
+
+@pytest.mark.parametrize("name", RELAXED)
+def test_what_cannot_be_enforced_is_named_or_refused_if_it_is_strict(
+    vocabulary: GrammarVocabulary, name: str
+) -> None:
+    text = grammar.of_schema(RELAXED[name])
+    assert vocabulary.matcher(text).allowed().any()
+    assert vocabulary.warnings(text) or grammar.relaxed(RELAXED[name])
+    with pytest.raises(RequestError) as refused:
+        vocabulary.matcher(grammar.of_schema(RELAXED[name], strict=True))
+    assert refused.value.code == "constraint"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_schema_that_makes_no_sense_is_refused_in_a_line(
+    vocabulary: GrammarVocabulary, name: str, strict: bool
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        vocabulary.matcher(grammar.of_schema(REFUSED[name], strict=strict))
+    assert "\n" not in str(refused.value)
+    assert 10 < len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_costs_little(vocabulary: GrammarVocabulary, name: str) -> None:
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with suppress(RequestError):
+        walk(vocabulary.matcher(grammar.of_schema(HOSTILE[name])), 0, 20)
+    assert time.process_time() - began < 5.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+
+
+def test_nothing_is_read_from_elsewhere_and_the_library_s_own_options_are_ours(
+    vocabulary: GrammarVocabulary,
+) -> None:
+    sent = {"type": "string", "not": {}, "x-guidance": {"lenient": True}}
+    with pytest.raises(RequestError, match="not"):
+        vocabulary.matcher(grammar.of_schema(sent, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("schema", "read"),
+    [
+        ({"type": "integer", "nullable": True}, {"type": ["integer", "null"]}),
+        ({"type": ["integer", "null"], "nullable": True}, {"type": ["integer", "null"]}),
+        ({"$ref": "#/x", "nullable": True}, {"anyOf": [{"$ref": "#/x"}, {"type": "null"}]}),
+        ({"const": {"type": "x", "nullable": True}}, {"const": {"type": "x", "nullable": True}}),
+        ({"type": "integer", "nullable": False}, {"type": "integer", "nullable": False}),
+    ],
+)
+def test_openapi_s_nullable_means_null_too(schema: object, read: dict[str, object]) -> None:
+    found = json.loads(grammar.json_part(schema))
+    del found["x-guidance"]
+    assert found == read
+
+
+def test_whitespace_is_bounded(vocabulary: GrammarVocabulary) -> None:
+    blanks = [token for token in range(SIZE) if detokenized([token]).isspace()]
+    text = grammar.of_schema(thing(a={"type": "integer"}))
+    matcher = vocabulary.matcher(text)
+    matcher.consume(walk(matcher.copy(), 0, 1))
+    written = 0
+    while any(allowed := matcher.allowed()[blanks].tolist()):
+        token = blanks[allowed.index(True)]
+        matcher.consume([token])
+        written += len(detokenized([token]))
+        assert written <= 17
+    tight = vocabulary.matcher(grammar.of_schema(thing(a={"type": "integer"}), whitespace=""))
+    tight.consume(tight.forced() or walk(tight.copy(), 0, 1))
+    assert not tight.allowed()[blanks].any()
+
+
+@pytest.mark.parametrize("text", ["yes", "no", "may be (or not)?", "a/b\\c\n[d]"])
+def test_a_choice_is_one_of_its_texts(vocabulary: GrammarVocabulary, text: str) -> None:
+    matcher = vocabulary.matcher(OTHERS["choice"])
+    matcher.consume(TEXT.encode(text, add_special_tokens=False).ids)
+    assert matcher.complete
+    assert matcher.allowed().nonzero()[0].tolist() == [END]
+
+
+def test_after_its_end_a_reply_may_only_end(vocabulary: GrammarVocabulary) -> None:
+    several = GrammarVocabulary(TOKENIZER, SIZE + 100, [END, 0])
+    matcher = several.matcher(grammar.of_regex("(yes)?"))
+    matcher.consume([END, 17, 17])
+    assert matcher.ended
+    assert matcher.complete
+    assert matcher.forced() == []
+    assert matcher.allowed().nonzero()[0].tolist() == [0, END]
+    assert not several.matcher(grammar.of_regex("(?s:.)+")).allowed()[SIZE:].any()
+
+
+def test_wrong_grammars_are_refused_in_a_line(vocabulary: GrammarVocabulary) -> None:
+    for text in ("", "x", "root := a", "root ::= (", "::=", 'start: "a'):
+        with pytest.raises(RequestError) as refused:
+            vocabulary.matcher(grammar.of_gbnf(text))
+        assert "\n" not in str(refused.value)
+    with pytest.raises(RequestError, match="look-around"):
+        vocabulary.matcher(grammar.of_regex("a(?=b)"))
+    with pytest.raises(RequestError, match="1 to 1000"):
+        grammar.of_choice([])
+    with pytest.raises(RequestError, match="characters"):
+        vocabulary.matcher("x" * (MAX_GRAMMAR + 1))
+    matcher = vocabulary.matcher(OTHERS["choice"])
+    with pytest.raises(RequestError, match="satisfy the grammar"):
+        matcher.consume([17])
+
+
+def test_a_vocabulary_that_cannot_have_grammars_is_refused() -> None:
+    with pytest.raises(RequestError, match="no token that ends"):
+        GrammarVocabulary(TOKENIZER, SIZE, [])
+    with pytest.raises(RequestError, match="tokenizer"):
+        GrammarVocabulary(b"{}", SIZE, [END])
+    facts = VocabularyFacts(digest="", size=SIZE, end=(END,))
+    assert GrammarVocabulary.of(TOKENIZER, facts) is GrammarVocabulary.of(TOKENIZER, facts)
+
+
+def test_the_engine_is_named_without_being_imported() -> None:
+    code = (
+        "import sys\nfrom dovetail.protocol.messages import grammar_engine\n"
+        "print(grammar_engine(), 'llguidance' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == f"{grammar_engine()} False", done.stderr

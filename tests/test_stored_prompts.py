@@ -1,0 +1,65 @@
+"""Cached prompts that outlive the processes, with the embedded pair: after a restart a request that
+begins with one is answered as by a service that reads everything."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dovetail.protocol.messages import Finished
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.client import Client
+from dovetail.runtime.text.tokenizer import TextCodec
+from support.cases import everyday
+from support.stacks import POLL_S, PROMPTS, running
+
+BLOCKS = 6
+TREE = TreeSettings(policy="dynamic", insist=True)
+HEAD = {"draft.device": "cpu", "draft.kind": "dovetail"}
+DRAFTS = {"none": {"draft.kind": "none"}, "small": {"draft.device": "cpu"}, "head": HEAD}
+
+
+def prompt_of(client: Client, *more: str) -> tuple[int, ...]:
+    described = client.describe()
+    text = TextCodec(described.tokenizer.data, described.vocabulary)
+    prompt = text.encode_turns([" ".join(turns[0] for turns in PROMPTS[:20])])
+    prompt = prompt[: 64 * BLOCKS + 5]  # without a whole block in the reply
+    return (*prompt, *(token for words in more for token in text.encode(words)))
+
+
+def answer(client: Client, prompt: Sequence[int], owner: str = "") -> Finished:
+    sampling, wish = Sampling(temperature=1.0), {"max_tokens": 30, "seed": 3, "end": ()}
+    return client.complete(
+        client.submit(tokens=tuple(prompt), sampling=sampling, tree=TREE, owner=owner, **wish)  # type: ignore[arg-type]
+    )
+
+
+def wait_until_written(folder: Path) -> None:
+    """Wait until each worker has written all blocks of the prompt."""
+    while min(map(len, ([*one.glob("*.safetensors")] for one in folder.iterdir()))) < BLOCKS:
+        time.sleep(POLL_S)
+
+
+@pytest.mark.parametrize("draft", everyday(DRAFTS, "head"))
+def test_after_a_restart_a_prompt_is_taken_from_disk_and_answered_as_if_it_were_read(
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its owner only."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags = {"cache.disk": "100MB", "coordinator.journal": "off", **DRAFTS[draft]}
+    with running(flags) as client:
+        prompts = prompt_of(client), prompt_of(client, " Once")
+        first = answer(client, prompts[0], "alice")
+        assert (first.result.reused_tokens, first.result.reused_from) == (0, "")
+        wait_until_written(tmp_path / "dovetail" / "prompts")
+    with running(flags) as client:
+        anew = [answer(client, prompt, f"owner {place}") for place, prompt in enumerate(prompts)]
+        again = [answer(client, prompt, "alice") for prompt in prompts]
+    assert [one.result.reused_tokens for one in anew] == [0, 0]
+    assert [one.result.reused_from for one in again] == ["disk", "session"]
+    assert again[0].result.reused_tokens == 64 * BLOCKS
+    for one, wanted in zip((*again, first), (*anew, anew[0]), strict=True):
+        assert one.result.token_ids == wanted.result.token_ids
+        assert one.margins == wanted.margins
+        assert one.result.accepted_tokens > 0 or draft == "none"
