@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 os.environ.pop("HF_HUB_OFFLINE")  # it refuses loopback too
 
-from huggingface_hub import InferenceClient  # noqa: E402
+from huggingface_hub import InferenceClient
 
 URL, MODEL = os.environ["DOVETAIL_URL"], os.environ["DOVETAIL_MODEL"]
 SCHEMA = {
