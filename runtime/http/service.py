@@ -43,6 +43,7 @@ from dovetail.runtime.http.serving.server import Connections
 from dovetail.runtime.telemetry.picture import folder_name, load_of
 from dovetail.runtime.text.templates import RENDERERS
 from dovetail.runtime.text.tokenizer import TextCodec
+from dovetail.runtime.tools.support import Support, support_of
 
 SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread
 REFUSAL_S = 1.0  # seconds without a token after which a stream's head, with its status, is sent
@@ -228,6 +229,11 @@ class Service:
             writer = write(order, target, self.name_of(target), places)
             return writer, self.name_of(target)
         raise unavailable("the target's vocabulary keeps changing: try again later")
+
+    async def support(self, target: RequestTarget) -> Support:
+        """Return what the target's chat template can do with thoughts and tools."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._reading, support_of, target.text)
 
     async def prompt_of(self, body: ChatBody, request: Request) -> tuple[int, ...]:
         """Return the token ids of a chat's prompt."""

@@ -29,7 +29,6 @@ LOADED = frozenset(
     }
 )
 """Options for loading a model, which has been loaded."""
-TOOLS = "tools" in ChatBody.model_fields
 Object = dict[str, Any]
 
 
@@ -316,6 +315,8 @@ def add_ollama(app: FastAPI, service: Service) -> None:
         given = body.model or body.name
         target = await service.target(None if given is None else name_of(given))
         family = "dovetail"
+        support = await service.support(target)
+        thinks, calls = support.thoughts is not None, support.family is not None
         return json_response(
             {
                 "modified_at": began,
@@ -327,7 +328,7 @@ def add_ollama(app: FastAPI, service: Service) -> None:
                     f"{family}.context_length": target.context,
                     f"{family}.vocab_size": target.described.vocabulary.size,
                 },
-                "capabilities": ["completion", *(("tools",) if TOOLS else ())],
+                "capabilities": ["completion", *["tools"] * calls, *["thinking"] * thinks],
             }
         )
 
