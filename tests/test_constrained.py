@@ -213,6 +213,7 @@ SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schem
     [
         ({"response_format": SCHEMA_FORMAT}, "json_schema"),
         ({"response_format": {"type": "json_object", "schema": PERSON}}, "json_object"),
+        ({"response_format": {"type": "json_object", "value": PERSON}}, "json_object"),
         ({"structured_outputs": {"json": PERSON}}, "json_schema"),
         ({"guided_json": json.dumps(PERSON)}, "json_schema"),
         ({"json_schema": PERSON}, "json_schema"),

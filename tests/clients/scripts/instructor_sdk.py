@@ -7,7 +7,7 @@ from typing import Literal
 
 import instructor
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 URL, MODEL = os.environ["DOVETAIL_URL"], os.environ["DOVETAIL_MODEL"]
 
@@ -15,6 +15,7 @@ URL, MODEL = os.environ["DOVETAIL_URL"], os.environ["DOVETAIL_MODEL"]
 class Colour(BaseModel):
     """The colour of a thing."""
 
+    model_config = ConfigDict(extra="forbid")
     name: Literal["red", "blue", "green"]
     bright: bool
 
