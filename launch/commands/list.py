@@ -17,7 +17,7 @@ from dovetail.workers.models.checkpoints.gguf.names import is_gguf, parts_of
 
 
 @dataclass
-class Listed:
+class Found:
     """A model on this machine."""
 
     model: str  # as other commands name it
@@ -49,31 +49,31 @@ def command(folders: tuple[Path, ...], drafts: bool, as_json: bool) -> None:
         click.echo("no models: `dovetail pull owner/name` downloads one")
 
 
-def _in_cache() -> Iterator[Listed]:
+def _in_cache() -> Iterator[Found]:
     from dovetail.workers.models.checkpoints.hub import cached_models
 
     for one in cached_models():
         if not one.files:
-            yield Listed(one.name, one.size)
+            yield Found(one.name, one.size)
         for file in one.files:
             parts = parts_of(one.folder / file)
-            yield Listed(f"{one.name}/{file}", sum(map(_size, parts)))
+            yield Found(f"{one.name}/{file}", sum(map(_size, parts)))
 
 
-def _in_folders(folders: tuple[Path, ...]) -> Iterator[Listed]:
+def _in_folders(folders: tuple[Path, ...]) -> Iterator[Found]:
     for folder in folders:
         if not folder.exists():
             raise UserError(f"{folder} does not exist")
         for path in models_inside(folder) or [folder]:
             files = parts_of(path) if is_gguf(path) else [*path.rglob("*")]
-            yield Listed(str(path), sum(map(_size, files)))
+            yield Found(str(path), sum(map(_size, files)))
 
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.is_file() else 0
 
 
-def _find_drafts(one: Listed) -> None:
+def _find_drafts(one: Found) -> None:
     from dovetail.workers.models.checkpoints.hub import local_folder
 
     choice = extra("launch.planning.choice")
@@ -90,5 +90,5 @@ def _find_drafts(one: Listed) -> None:
         one.why = str(error)
 
 
-def _drafts(one: Listed) -> str:
+def _drafts(one: Found) -> str:
     return one.why or ", ".join(one.drafts or []) or "none"

@@ -169,6 +169,11 @@ def _serve_several(
                 for model in served:
                     size = f", about {model.size / 1e9:.3g} GB of memory" if model.size else ""
                     note(f"  {model.name}{size}")
+                for what, page in zip(
+                    ("chat", "monitor"), _pages(pool.url, configuration), strict=True
+                ):
+                    if page:
+                        note(f"  {what}: {page}")
                 note(f"  stop: Ctrl-C, or kill {os.getpid()}")
             pool.run()
         except (KeyboardInterrupt, SystemExit):
@@ -204,8 +209,13 @@ def _introduce(service: Any, configuration: Configuration, *, as_json: bool) -> 
         f"  try it:  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' "
         f"-d '{json.dumps(hello)}'"
     )
-    http = configuration.settings.http
-    chat_page = f"{url}, or " if http.page == "chat" and not no_chats else ""
-    dashboard = f"{url}/dashboard, or " if http.dashboard != "off" else ""
-    note(f"  chat:    {chat_page}dovetail chat")
+    chat_page, dashboard = (f"{page}, or " if page else "" for page in _pages(url, configuration))
+    note(f"  chat:    {'' if no_chats else chat_page}dovetail chat")
     note(f"  monitor: {dashboard}dovetail top        stop: Ctrl-C, or kill {os.getpid()}")
+
+
+def _pages(url: str, configuration: Configuration) -> tuple[str, str]:
+    """Return the addresses of the chat page and of the dashboard, or "" for one that is off."""
+    http = configuration.settings.http
+    dashboard = f"{url}/dashboard" if http.dashboard != "off" else ""
+    return url if http.page == "chat" else "", dashboard

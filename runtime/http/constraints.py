@@ -103,12 +103,13 @@ def _read(body: Decoding, name: str) -> Wanted | None:
 
 
 def _response_format(name: str, value: Mapping[str, Any], body: Decoding) -> Wanted | None:
-    """OpenAI's, with llama.cpp's `schema` beside json_object."""
+    """OpenAI's, with llama.cpp's `schema` and huggingface_hub's `value` beside json_object."""
     kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        return _schema(name, value.get("schema", ANY_OBJECT), body, kind=kind)
+        schema = value.get("schema", value.get("value", ANY_OBJECT))
+        return _schema(name, schema, body, kind=kind)
     if kind == "json_schema":
         own = value.get("json_schema")
         if not isinstance(own, dict) or "schema" not in own:

@@ -56,6 +56,7 @@ def begun(session: Session, began: datetime) -> dict[str, Any]:
         "record": request.record,
         "logprobs": request.logprobs,
         "scored": request.scored,
+        "blocks": request.blocks,
         "constraint": request.constraint and request.constraint.model_dump(),
     }
     return {

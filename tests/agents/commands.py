@@ -7,22 +7,18 @@ in --environments.
 
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
-from clients.server import serving
 
 from agents.catalogue import AGENTS, BY_NAME, FILE, AgentKind
 from agents.forcing import CHOICES, forcing
-from agents.model import write_gguf, write_model
 from agents.normalised import normalised
 from agents.replayed import replay
 from agents.sandbox import environment_of, isolate, place, run_agent
 from agents.scripted import scripted
+from agents.serving import serving_agents
 from dovetail.launch.console.terminal import print_table
 
 
@@ -77,16 +73,6 @@ def record(only: tuple[str, ...], environments: Path, private: Path | None) -> N
     sys.exit(0 if all(row[-1] for row in rows) else 1)
 
 
-@contextmanager
-def served(given: Path | None = None) -> Iterator[str]:
-    """The URL of a server with a GGUF file, by default with the model for agents."""
-    with tempfile.TemporaryDirectory(prefix="dovetail-agents-") as folder:
-        at = Path(folder)
-        model = write_model(at / "model") if given is None else write_gguf(given, at / "model.gguf")
-        with serving(f"--target.model={model}", "--draft.kind=ngram") as url:
-            yield url
-
-
 @main.command("replay")
 @only_option
 @click.option(
@@ -97,7 +83,7 @@ def served(given: Path | None = None) -> Iterator[str]:
 def replay_command(only: tuple[str, ...], private: Path | None) -> None:
     """Post the recorded requests to `dovetail serve`, and check the replies with the SDKs."""
     rows = []
-    with served() as url:
+    with serving_agents() as url:
         for agent in _chosen(only):
             file = agent.recording if agent.public else private and private / agent.recording.name
             if file is None:
@@ -126,7 +112,7 @@ def live(only: tuple[str, ...], environments: Path, model: Path | None) -> None:
     modules = {agent: environment_of(agent, environments) for agent in chosen}
     isolate()
     rows = []
-    with served(model) as url:
+    with serving_agents(model) as url:
         for agent in chosen:
             began_s = time.monotonic()
             with place() as at, forcing(url, agent.calls(at.work)[0]) as (front, trouble):

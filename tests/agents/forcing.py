@@ -12,7 +12,7 @@ import httpx
 from agents.catalogue import Call
 from agents.dialects import DIALECTS, Body, Dialect, Schema, limited
 
-REPLY_TOKENS = 32
+REPLY_TOKENS = 200
 CALL_TOKENS = 512
 TIMEOUT_S = 900.0
 PASSED_ON = ("content-type", "anthropic-version", "anthropic-beta", "x-api-key", "authorization")

@@ -32,16 +32,19 @@ def isolate() -> None:
 
 
 def environment_of(agent: AgentKind, folder: Path) -> Path:
-    """The agent's `node_modules`, which npm makes if they are not there; no script of a package is
-    run."""
-    home = folder.resolve() / agent.name
-    wanted, complete = f"{agent.package}@{agent.version}", home / "complete"
+    """The agent's `node_modules`, which npm makes if they are not there."""
+    return install(folder.resolve() / agent.name, (f"{agent.package}@{agent.version}",))
+
+
+def install(home: Path, packages: tuple[str, ...]) -> Path:
+    """Install npm packages into a folder unless they are there; none of their scripts is run."""
+    wanted, complete = "\n".join(packages), home / "complete"
     if not complete.exists() or complete.read_text(encoding="utf-8") != wanted:
-        note(f"installing {wanted}")
+        note(f"installing {' '.join(packages)}")
         home.mkdir(parents=True, exist_ok=True)
         flags = ["--ignore-scripts", "--omit=dev", "--no-audit", "--no-fund", "--silent"]
         subprocess.run(
-            ["npm", "install", "--prefix", str(home), *flags, wanted],
+            ["npm", "install", "--prefix", str(home), *flags, *packages],
             check=True,
             stdin=subprocess.DEVNULL,
         )

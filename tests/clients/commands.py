@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+from agents.sandbox import install
+from agents.serving import serving_agents
 
 from clients.catalogue import BY_NAME, CLIENTS, ClientKind
 from clients.scores import largest_difference
@@ -60,11 +62,15 @@ def main(only: tuple[str, ...], environments: Path | None, as_json: bool) -> Non
         for client in chosen:
             step(f"installing {client.name}")
             pythons[client] = environment_of(client, folder)
-        url = opened.enter_context(serving())
         rows = []
-        for client in chosen:
-            step(client.name)
-            rows.append(try_client(client, pythons[client], url))
+        for tools in (False, True):
+            group = [client for client in chosen if client.tools is tools]
+            if not group:
+                continue
+            with serving_agents() if tools else serving() as url:
+                for client in group:
+                    step(client.name)
+                    rows.append(try_client(client, pythons[client], url))
     if as_json:
         click.echo(json.dumps({"clients": rows}))
     else:
@@ -76,8 +82,12 @@ def main(only: tuple[str, ...], environments: Path | None, as_json: bool) -> Non
 
 
 def environment_of(client: ClientKind, folder: Path) -> Path:
-    """The Python of the client's environment, which is made if it is not there."""
+    """The Python of the client's environment, or its `node_modules`, made if it is not there."""
     home = folder.resolve() / client.name
+    if client.program == "node":
+        return install(home, client.requirements)
+    if client.program == "java":
+        return home
     python, complete = home / "bin" / "python", home / "complete"
     if not complete.exists() or complete.read_text(encoding="utf-8") != "\n".join(
         client.requirements
@@ -110,11 +120,12 @@ def try_client(client: ClientKind, python: Path, url: str) -> Mapping[str, Any]:
             "DOVETAIL_URL": f"{url}/v1",
             "DOVETAIL_MODEL": "dovetail",
             "DOVETAIL_TOKENIZER": str(TARGET),
+            "NODE_MODULES": str(python),
             "HOME": folder,
             "PATH": f"{python.parent}:{os.environ['PATH']}",
         }
         done = subprocess.run(
-            [str(python), str(client.path)],
+            [str(python) if client.program == "python" else client.program, str(client.path)],
             env={
                 **told,
                 "HF_HUB_OFFLINE": "1",

@@ -5,6 +5,9 @@ By `python -m pytest -m slow tests/dashboard`, where Chromium is installed.
 """
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 
 from dashboard.test_page import CHECKS, KEY
 from dovetail.launch.processes.stack import Stack
+from dovetail.launch.settings.models import TARGET_FOLDER
 from support.browser import Page
 from support.web import Api, api, backend
 
@@ -420,3 +424,23 @@ def test_a_server_that_goes_or_refuses_is_reported_at_the_reply(page: Page) -> N
             press(page, "Retry")
             assert reply(page)
             assert page.value("document.querySelector('.error')") is None
+
+
+def test_of_several_models_the_conversation_has_its_own(page: Page, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(TARGET_FOLDER, tmp_path / "models" / name)
+    flags = ("--json", "--http.port=0", "--draft=none", "--weights=int8", "--http.most_models=1")
+    program = (sys.executable, "-P", "-m", "dovetail.launch.cli")
+    command = (*program, "serve", str(tmp_path / "models"), *flags)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            page.open(json.loads(process.stdout.readline())["url"])
+            page.until("!document.getElementById('models-field').hidden")
+            settle(page, max_tokens="10", models="two")
+            assert page.text("#model") == "· two"
+            assert ask(page, QUESTION)
+            loaded = page.value("fetch('v1/models').then((answer) => answer.json())")
+            assert [one["status"]["value"] for one in loaded["data"]] == ["unloaded", "loaded"]
+        finally:
+            process.terminate()

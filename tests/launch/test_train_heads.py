@@ -471,6 +471,20 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "head").exists()
 
 
+def test_an_mtp_layer_is_only_trained_as_a_layer_of_its_target(
+    tokens: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="an MTP layer has MLP and vocabulary of its target"):
+        train_head(wish("mtp", tokens, tmp_path / "head", draft_vocabulary=500))
+    assert write_tiny("gemma3_text", tmp_path / "target")
+    target = read_target(str(tmp_path / "target"))
+    with pytest.raises(UserError, match="the target is of model type gemma3_text: train another"):
+        shape_for("mtp", target, context=64)
+    scaled = {"rope_parameters": {"rope_type": "yarn"}, "model_type": "llama"}
+    with pytest.raises(UserError, match="of model type llama with rope_scaling: train another"):
+        shape_for("mtp", replace(target, config=target.config | scaled), context=64)
+
+
 def test_a_resumed_run_shows_the_time_left_at_its_own_speed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

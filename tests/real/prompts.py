@@ -30,7 +30,7 @@ def prompts(file: str, tokens: list[int], largest: int, runs: int, more: tuple[s
     """
     rows = []
     for count in tokens:
-        found: list[tuple[float, float, int, str]] = []
+        found: list[tuple[float, float]] = []
         for run in range(runs):
             rng = random.Random(run)
             prompt = [rng.randrange(1, largest) for _ in range(count)]
@@ -49,11 +49,11 @@ def prompts(file: str, tokens: list[int], largest: int, runs: int, more: tuple[s
                 first, second = (reply["metrics"] for reply in replies)
                 if replies[0]["choices"][0]["text"] != replies[1]["choices"][0]["text"]:
                     raise click.ClickException(f"the replies to {count} tokens differ")
-                seconds = (one["time_to_first_token_s"] for one in (first, second))
-                found.append((*seconds, second["reused_tokens"], second["reused_from"]))  # type: ignore[arg-type]
-        cold, restored = (statistics.median(one[place] for one in found) for place in (0, 1))
-        share = f"{100 * restored / cold:.1f} %"
-        rows.append([count, f"{cold:.2f}", f"{restored:.3f}", share, *found[0][2:]])
+                found.append((first["time_to_first_token_s"], second["time_to_first_token_s"]))
+        cold, restored = map(statistics.median, zip(*found, strict=True))
+        share, source = f"{100 * restored / cold:.1f} %", second["reused_from"]
+        row = [count, f"{cold:.2f}", f"{restored:.3f}", share, second["reused_tokens"], source]
+        rows.append(row)
     print_table(["tokens", "read, s", "restored, s", "share", "reused", "from"], rows)
 
 

@@ -30,6 +30,8 @@ LAYOUTS: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     "glm4_moe": ((*NEXTN, "model.layers.4"), {"first_k_dense_replace": 0}),
     "glm4_moe_lite": ((*NEXTN, "model.layers.4"), SPARSE),
     "deepseek_v3": ((*NEXTN, "model.layers.4"), {"first_k_dense_replace": 0}),
+    "llama": ((*NEXTN, "model.layers.4"), {}),
+    "qwen3": ((*NEXTN, "model.layers.4"), FULL),
     "hy_v3": ((*HUNYUAN, "model.layers.4"), SPARSE),
     "mellum": (QWEN, {"layer_types": ["sliding_attention"]} | SPARSE),
     "ernie4_5_moe": (

@@ -33,10 +33,10 @@ from dovetail.protocol.errors import UserError
 
 Array = Any  # a torch tensor on the CPU or a numpy array
 
-NAMES = ("_native.abi3.so", f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
+LIBRARIES = ("_native.abi3.so", f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
 """Names of the extension: for any interpreter, since it does not call Python, and of checkouts that
 were built earlier."""
-_PLACES = [Path(__file__).with_name(name) for name in NAMES]
+_PLACES = [Path(__file__).with_name(name) for name in LIBRARIES]
 LIBRARY = next((place for place in _PLACES if place.is_file()), _PLACES[0])
 """Where pip and `build` put the extension."""
 BUILD = f"{sys.executable} -m dovetail.workers.kernels.build"

@@ -51,7 +51,7 @@ class ServedModel:
     why: str = ""  # why it could not be loaded, or was lost
     pids: Mapping[str, int] = field(default_factory=dict)
     kill_s: float = 0.0  # when a service that is ending is killed
-    said: bytes = b""  # what it has written to stdout
+    output: bytes = b""  # what it has written to stdout
 
     @property
     def report(self) -> dict[str, Any]:
@@ -107,10 +107,9 @@ class Models:
         self._front = Front(
             supervisor, configuration, "--models", taken=SETTINGS, started=self._router_started
         )
-        self._wish = 0
+        self._revision = 0
         self._wanted: Sequence[str] | None = None  # None: the router has not sent any yet
-        self._told = ""
-        self._left = False
+        self._reported = ""
 
     @property
     def url(self) -> str:
@@ -129,7 +128,7 @@ class Models:
             time.sleep(LOADING_POLL_S)
 
     def run(self) -> None:
-        """Serve for ever."""
+        """Serve until the router ends."""
         while not self._front.left:
             self._step()
             time.sleep(POLL_S)
@@ -153,8 +152,8 @@ class Models:
         now_s = time.monotonic()
         self._supervisor.mind()
         for line in self._front.step():
-            told = json.loads(line)
-            self._wish, self._wanted = told["wish"], told["models"]
+            wanted = json.loads(line)
+            self._revision, self._wanted = wanted["revision"], wanted["models"]
         for model in self._models.values():
             self._look_after(model, now_s)
             if self._wanted is not None:
@@ -163,21 +162,21 @@ class Models:
 
     def _router_started(self) -> None:
         """A new router knows nothing, and has sent nothing."""
-        self._wish, self._wanted, self._told = 0, None, ""
+        self._revision, self._wanted, self._reported = 0, None, ""
         self._report()
 
     def _report(self) -> None:
         reports = [model.report for model in self._models.values()]
-        told = json.dumps({"wish": self._wish, "models": reports})
-        if told != self._told and self._front.tell(told):
-            self._told = told
+        line = json.dumps({"revision": self._revision, "models": reports})
+        if line != self._reported and self._front.tell(line):
+            self._reported = line
 
     def _follow(self, model: ServedModel, now_s: float, *, wanted: bool) -> None:
         """Load or unload a model as the router wants it. One that has failed is loaded again only
-        after the router has heard of it."""
+        after the router has received that state."""
         if wanted and model.state == "unloaded":
             log.info("%s is being loaded", model.name)
-            model.state, model.why, model.said, model.url = "loading", "", b"", ""
+            model.state, model.why, model.output, model.url = "loading", "", b"", ""
             model.child = self._supervisor.start(model.name, model.arguments, reads=True)
         elif not wanted and model.state == "failed":
             model.state = "unloaded"
@@ -222,5 +221,5 @@ def _url(model: ServedModel, child: Child) -> str:
     assert child.process.stdout is not None
     pipe = child.process.stdout.fileno()
     if select.select([pipe], [], [], 0.0)[0]:
-        model.said += os.read(pipe, 1 << 16)
-    return str(json.loads(model.said)["url"]) if model.said.endswith(b"\n") else ""
+        model.output += os.read(pipe, 1 << 16)
+    return str(json.loads(model.output)["url"]) if model.output.endswith(b"\n") else ""

@@ -145,7 +145,7 @@ def add_llama_server(app: FastAPI, service: Service) -> None:
         """Properties of the server, as llama-server has them."""
         target = await service.target()
         facts, sampling = target.described.vocabulary, service.terms.defaults.sampling
-        name = service.name_of(target)
+        name, support = service.name_of(target), await service.support(target)
         settings = {
             "n_predict": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -163,7 +163,7 @@ def add_llama_server(app: FastAPI, service: Service) -> None:
                 "model_path": name,
                 "modalities": {"vision": False, "audio": False},
                 "chat_template": facts.template,
-                "chat_template_caps": (await service.support(target)).described,
+                "chat_template_caps": support.described,
                 "bos_token": "" if facts.begin is None else target.text.token(facts.begin),
                 "eos_token": ends[0] if ends else "",
                 "build_info": f"dovetail {service.terms.version}",

@@ -152,7 +152,9 @@ def test_ollamas_client_reads_chats_and_prompts_whole_and_streamed(server: Api) 
         assert client.generate(model=MODEL).done_reason == "load"
         assert [one.model for one in client.list().models] == [MODEL]
         assert [one.context_length for one in client.ps().models] == [512]
-        assert (client.show(MODEL).modelinfo or {})["dovetail.context_length"] == 512
+        shown = client.show(MODEL)
+        assert (shown.modelinfo or {})["dovetail.context_length"] == 512
+        assert shown.capabilities == ["completion"]  # its template has no place for tools
 
 
 def test_llama_servers_own_routes_answer_in_its_form(server: Api) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.protocol.messages import Emitted, Failed
+from dovetail.protocol.messages import Emitted, Failed, PromptRead
 from dovetail.runtime.http import decoding
 from dovetail.runtime.http.asked import Told
 from dovetail.runtime.http.decoding import Run
@@ -32,6 +32,15 @@ class Coordinator:
 
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time a test sets."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
 
 
 def emitted(token: int) -> Emitted:
@@ -94,3 +103,34 @@ def test_an_answer_is_refused_if_the_queue_has_no_place_for_any_reply() -> None:
         assert coordinator.asked == [0, 1]
 
     asyncio.run(answer())
+
+
+def test_a_deadline_begins_with_the_first_token_and_before_it_with_any_progress() -> None:
+    clock = Clock()
+    read = PromptRead(epoch=1, request=1, total=9, cached=0, done=3)
+
+    async def begun() -> tuple[Run, Callable[[Told], None]]:
+        coordinator = Coordinator()
+        run = Run(coordinator, deadline_s=10.0)  # type: ignore[arg-type]
+        await run.begin(SimpleNamespace(submits=(0,)), 0.0)  # type: ignore[arg-type]
+        return run, coordinator.tells[0]
+
+    async def answer() -> None:
+        run, tell = await begun()
+        for told in (read, read, read, emitted(5), emitted(6)):
+            clock.now_s += 9.0
+            tell(told)
+            assert await run.take() == [(0, told)]
+        clock.now_s += 2.0  # 11 s after the first token
+        with pytest.raises(ApiError, match="the reply has taken longer than 10 s"):
+            await run.take()
+        run, tell = await begun()
+        clock.now_s += 9.0
+        tell(read)
+        await run.take()
+        clock.now_s += 11.0
+        with pytest.raises(ApiError, match=r"for 10 s .* the request made no progress"):
+            await run.take()
+
+    with asyncio.Runner(loop_factory=lambda: clock) as runner:
+        runner.run(answer())

@@ -8,6 +8,7 @@ import pytest
 from dovetail.runtime.http.apis.anthropic import CountBody
 from dovetail.runtime.http.apis.ollama import OllamaChatBody
 from dovetail.runtime.http.apis.responses import ResponsesBody
+from dovetail.runtime.http.apis.translation import arguments_of
 from dovetail.runtime.http.errors import ApiError
 
 HISTORY: list[dict[str, Any]] = [
@@ -143,3 +144,26 @@ def test_a_result_of_a_tool_needs_its_call() -> None:
     body = {"model": "m", "messages": [{"role": "tool", "content": "x"}]}
     with pytest.raises(ApiError, match=r"messages\[0\] is a result without a call"):
         OllamaChatBody.model_validate(body).chat()
+
+
+def test_an_error_in_content_names_the_field_of_the_request() -> None:
+    body = ResponsesBody.model_validate({"input": [{"role": "user", "content": 5}]})
+    with pytest.raises(ApiError, match="neither a string nor a list") as refused:
+        body.chat()
+    assert refused.value.param == "input"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"path": "x"}', {"path": "x"}),
+        ('{"path": "x", "lines": [1, ', {"path": "x", "lines": [1]}),
+        ("<parameter=path>\nx", {}),
+        ("[1]", {}),
+        ("", {}),
+    ],
+)
+def test_arguments_are_an_object_whatever_the_model_wrote(
+    text: str, arguments: dict[str, Any]
+) -> None:
+    assert arguments_of(text) == arguments

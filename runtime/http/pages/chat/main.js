@@ -16,6 +16,7 @@ let all = [newConversation()];
 let shown = all[0];
 let running = null; // the controller of the reply that is being written
 let keeps = true;
+let served = [];
 
 // -- the server -----------------------------------------------------------------
 
@@ -24,11 +25,10 @@ async function meet() {
     const { data } = await ask("v1/models");
     accepted();
     notice("");
-    find("model").textContent = `· ${data[0].id}`;
-    for (const name of SETTINGS) {
-      const value = data[0].sampling[name];
-      if (value !== undefined && value !== null) find(name).placeholder = value;
-    }
+    served = data;
+    find("models").replaceChildren(...served.map(({ id }) => element("option", { value: id }, id)));
+    find("models-field").hidden = served.length < 2;
+    present();
     await look();
   } catch (error) {
     if (error.status === 401) return askForKey();
@@ -37,9 +37,20 @@ async function meet() {
   }
 }
 
-/** The dashboard's state; null where there is none. */
-async function look() {
-  const state = await ask("dashboard/state").catch(() => null);
+/** The model of the conversation; the first one if its own is no longer served. */
+const model = () => served.find(({ id }) => id === shown.settings.model) ?? served[0];
+
+function present() {
+  if (!served.length) return;
+  find("model").textContent = `· ${model().id}`;
+  find("models").value = model().id;
+  for (const name of SETTINGS) find(name).placeholder = model().sampling?.[name] ?? "";
+}
+
+/** The dashboard's state, of the conversation's model or the one that was used last; null where there is none. */
+async function look(own = false) {
+  const asked = own && served.length > 1 ? `?model=${encodeURIComponent(model().id)}` : "";
+  const state = await ask(`dashboard/state${asked}`).catch(() => null);
   find("to-dashboard").hidden = state === null;
   return state;
 }
@@ -52,6 +63,7 @@ async function reply(parent, before) {
   const asked = messages(conversation, before);
   const message = add(conversation, newMessage("assistant", "", { plain: settings.speculate === false }), parent);
   const body = { messages: asked, return_progress: true, dovetail: { drafted: true, speculate: settings.speculate !== false } };
+  if (served.length > 1) body.model = model().id;
   for (const name of SETTINGS) if (settings[name] !== undefined) body[name] = settings[name];
   const controller = (running = new AbortController());
   busy(true);
@@ -63,7 +75,7 @@ async function reply(parent, before) {
     follow();
   }, CLOCK_MS);
   const learn = async () => {
-    const state = await look();
+    const state = await look(true);
     message.alone = state?.speedup?.alone_tokens_per_s ?? message.alone;
     message.why = state?.speculation.why ?? message.why;
   };
@@ -162,6 +174,7 @@ function open(conversation) {
   shown = conversation;
   for (const name of ["system", ...SETTINGS]) find(name).value = shown.settings[name] ?? "";
   find("speculate").checked = shown.settings.speculate !== false;
+  present();
   list(false);
   draw();
   find("input").focus();
@@ -250,6 +263,8 @@ function settle() {
   }
   settings.system = find("system").value;
   settings.speculate = find("speculate").checked;
+  if (served.length > 1) settings.model = find("models").value;
+  present();
   keep(shown);
 }
 
