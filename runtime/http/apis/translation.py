@@ -11,6 +11,7 @@ from pydantic_core import from_json
 from dovetail.runtime.http.bodies import LONGEST_KIND, ChatBody, CompletionBody
 from dovetail.runtime.http.errors import ApiError
 
+INVALID = "INVALID_JSON"  # the key of arguments that are no object
 B = TypeVar("B", ChatBody, CompletionBody)
 
 
@@ -81,9 +82,13 @@ def function(name: Any, description: Any, parameters: Any, **more: Any) -> dict[
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object, or their beginning if the reply was cut off."""
-    value = from_json(text, allow_partial=True)
-    return value if isinstance(value, dict) else {}
+    """Return the arguments of a call as an object, or their beginning if the reply was cut off;
+    other text under the key that Anthropic's documentation proposes."""
+    try:
+        value = from_json(text, allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {INVALID: text}
 
 
 def call(number: Any, name: Any, arguments: Any) -> dict[str, Any]:

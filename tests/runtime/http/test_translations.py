@@ -8,6 +8,7 @@ import pytest
 from dovetail.runtime.http.apis.anthropic import CountBody
 from dovetail.runtime.http.apis.ollama import OllamaChatBody
 from dovetail.runtime.http.apis.responses import ResponsesBody
+from dovetail.runtime.http.apis.translation import arguments_of
 from dovetail.runtime.http.errors import ApiError
 
 HISTORY: list[dict[str, Any]] = [
@@ -161,3 +162,17 @@ def test_a_namespace_whose_tools_are_no_list_of_objects_is_refused(tools: Any) -
     given = {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": tools}]}
     with pytest.raises(ApiError, match="no list of objects"):
         ResponsesBody.model_validate(given).chat()
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ('{"a": 1, "b": "x', {"a": 1}),
+        ("{", {}),
+        ('"x"', {"INVALID_JSON": '"x"'}),
+        ("I.", {"INVALID_JSON": "I."}),
+        ('{"a": NaN}', {"INVALID_JSON": '{"a": NaN}'}),
+    ],
+)
+def test_arguments_that_are_no_object_are_kept_as_text(text: str, read: dict[str, Any]) -> None:
+    assert arguments_of(text) == read
