@@ -164,9 +164,12 @@ def test_a_model_without_requests_is_unloaded(start: Start, tmp_path: Path) -> N
     ("arguments", "words"),
     [
         (("{0}/a", "{0}/nothing"), "{0}/nothing"),
-        (("{0}/a", "{0}/b", "--listen=tcp://127.0.0.1:0"), "coordinator.listen is of one model"),
+        (
+            ("{0}/a", "{0}/b", "--listen=tcp://127.0.0.1:0"),
+            "coordinator.listen applies to one",
+        ),
         (("{0}/a", "{0}/b", "--engine=ray"), "--engine ray serves one model"),
-        (("{0}/a", "{0}/b", "--target={0}/a"), "target.model is of one model"),
+        (("{0}/a", "{0}/b", "--target={0}/a"), "target.model applies to one"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about the routes: their responses and errors."""
+"""The responses and errors of the routes in the OpenAPI document."""
 
 from collections.abc import Mapping
 from typing import Any
