@@ -72,7 +72,8 @@ def json_part(schema: Any, *, strict: bool = False, whitespace: str = WHITESPACE
     check_size(schema)
     if not isinstance(schema, dict | bool):
         raise refused(f"a schema is an object, not {json.dumps(schema)[:40]}")
-    content = _read(schema if isinstance(schema, dict) else {"enum": []}, strict)
+    named = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
+    content = _read(named, strict)
     content["x-guidance"] = {"whitespace_pattern": whitespace, "lenient": not strict}
     return json.dumps(content, ensure_ascii=False)
 
@@ -116,8 +117,8 @@ def check_size(schema: Any) -> None:
         for one in layer:
             if isinstance(one, dict):
                 inner += one.values()
-                parts += len(one.get("properties") or ()) if "properties" in one else 0
-                parts += len(one["enum"]) if isinstance(one.get("enum"), list) else 0
+                counted = (one.get("properties"), one.get("enum"))
+                parts += sum(len(some) for some in counted if isinstance(some, dict | list))
             elif isinstance(one, list):
                 inner += one
         layer = [one for one in inner if isinstance(one, dict | list)]

@@ -122,6 +122,19 @@ def test_a_schema_that_makes_no_sense_is_refused_in_a_line(
     assert 10 < len(str(refused.value)) < 500
 
 
+@pytest.mark.parametrize("schema", [{"properties": 5}, {"properties": True}, {"enum": 5}, False])
+def test_a_keyword_of_the_wrong_type_is_refused(
+    vocabulary: GrammarVocabulary, schema: object
+) -> None:
+    with pytest.raises(RequestError):
+        vocabulary.matcher(grammar.of_schema(schema))
+
+
+def test_the_schema_true_allows_any_json(vocabulary: GrammarVocabulary) -> None:
+    assert grammar.of_schema(True) == grammar.of_schema({})
+    assert vocabulary.matcher(grammar.of_schema(True)).allowed().any()
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_schema_costs_little(vocabulary: GrammarVocabulary, name: str) -> None:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()

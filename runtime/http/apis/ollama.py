@@ -142,7 +142,8 @@ def _messages(messages: list[Object]) -> list[Object]:
         if thinking := message.get("thinking"):
             own["reasoning_content"] = thinking
         if calls := message.get("tool_calls"):
-            functions = [one.get("function") or {} for one in calls if isinstance(one, dict)]
+            listed = calls if isinstance(calls, list) else [calls]
+            functions = [_function(one, at) for one in listed]
             numbers = [f"call{index:04}{place:01}" for place in range(len(functions))]
             waiting = [
                 (str(one.get("name")), number)
@@ -162,6 +163,14 @@ def _messages(messages: list[Object]) -> list[Object]:
             own["tool_call_id"] = message.get("tool_call_id") or found[1]
         chat.append(own)
     return chat
+
+
+def _function(called: Any, place: str) -> Object:
+    """Return the function of a call in an earlier message."""
+    function = called.get("function") if isinstance(called, dict) else None
+    if not isinstance(function, dict):
+        raise unsupported(place, "has tool_calls without a function", "send its name and arguments")
+    return function
 
 
 class OllamaWriter(BlockWriter):

@@ -155,6 +155,9 @@ def _tools(tools: Sequence[Object]) -> tuple[list[Object], list[str]]:
                 functions.append(_function(tool, tool.get("name")))
             case "namespace":
                 inner = tool.get("tools") or []
+                if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+                    wrong = "has tools that are no list of objects"
+                    raise unsupported(f"tools[{index}]", wrong, "send functions")
                 functions += [
                     _function(one, f"{tool.get('name')}__{one.get('name')}")
                     for one in inner

@@ -167,3 +167,21 @@ def test_arguments_are_an_object_whatever_the_model_wrote(
     text: str, arguments: dict[str, Any]
 ) -> None:
     assert arguments_of(text) == arguments
+
+
+@pytest.mark.parametrize("calls", [5, [5], [{}], [{"function": "f"}], {"function": {"name": "f"}}])
+def test_ollama_s_calls_of_another_form_are_refused_or_read(calls: Any) -> None:
+    messages = [{"role": "assistant", "tool_calls": calls}]
+    body = OllamaChatBody.model_validate({"model": "m", "messages": messages})
+    if isinstance(calls, dict):
+        assert body.chat()["messages"][0]["tool_calls"][0]["function"]["name"] == "f"
+        return
+    with pytest.raises(ApiError, match="tool_calls without a function"):
+        body.chat()
+
+
+@pytest.mark.parametrize("tools", [5, "x", [5], {"name": "f"}])
+def test_a_namespace_whose_tools_are_no_list_of_objects_is_refused(tools: Any) -> None:
+    given = {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": tools}]}
+    with pytest.raises(ApiError, match="no list of objects"):
+        ResponsesBody.model_validate(given).chat()
