@@ -249,6 +249,13 @@ def test_each_api_s_name_for_a_text_of_a_few_gives_one(
     assert server.complete("Is it?", **fields)["choices"][0]["text"] in ("yes", "no")
 
 
+@pytest.mark.parametrize("option", [{"disable_any_whitespace": True}, {"whitespace_pattern": ""}])
+def test_whitespace_can_be_excluded(server: Api, option: dict[str, object]) -> None:
+    fields = {"json": PERSON, **option}
+    text = server.complete("x", structured_outputs=fields, max_tokens=300)["choices"][0]["text"]
+    assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+
+
 def test_a_reply_that_is_cut_off_stays_as_it_is(server: Api) -> None:
     reply = server.chat("Who is Tom?", max_tokens=5, response_format=SCHEMA_FORMAT)
     assert reply["choices"][0]["finish_reason"] == "length"
@@ -265,6 +272,10 @@ def test_a_reply_that_is_cut_off_stays_as_it_is(server: Api) -> None:
         ({"response_format": {"type": "xml"}}, "response_format", 'not "xml"'),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one of"),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            *("structured_outputs", '"additionalProperties": false in the schema'),
+        ),
         ({"guided_json": "{"}, "guided_json", "not JSON"),
         ({"json_schema": {"type": "text"}}, "json_schema", "Invalid type"),
         ({"guided_choice": ["a"] * 1001}, "guided_choice", "1000"),

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from dovetail.protocol.memory import read_room
 from dovetail.runtime.http.asked import Aliases
-from dovetail.runtime.http.errors import ApiError, unavailable
+from dovetail.runtime.http.errors import OLLAMA, ApiError, unavailable
 from dovetail.runtime.http.serving.guard import Message, Scope, Send
 from dovetail.runtime.router.app import (
     AGAIN,
@@ -40,7 +40,6 @@ STREAM_HEAD = (
 )
 UNAVAILABLE = 503
 TAGS, RUNNING, LATEST = "/api/tags", "/api/ps", ":latest"  # of ollama's API
-NDJSON = "/api/"  # paths of ollama's API, whose streams have no comments
 
 
 Files = Mapping[str, tuple[Sequence[tuple[bytes, bytes]], bytes]]
@@ -169,7 +168,8 @@ class ModelRouter(Front):
         """Pass a request to its model; a reply requested again by its id is looked up in all that
         are loaded."""
         fields = _fields(body)
-        streams = fields.get("stream") is True and not scope["path"].startswith(NDJSON)
+        ollama = scope["path"].startswith(OLLAMA)  # its streams have no comments
+        streams = fields.get("stream") is True and not ollama
         refused: tuple[Message, bytes] | None = None
         for name in self._named(scope, fields):
             refused = await self._to_one(name, scope, body, call, send, streams=streams)
@@ -261,7 +261,7 @@ class ModelRouter(Front):
             return there or last[:1]
         query = parse_qs(scope["query_string"].decode("latin-1"))
         named = fields.get("model", fields.get("name", query.get("model", [None])[0]))
-        if scope["path"].startswith(NDJSON) and isinstance(named, str):
+        if scope["path"].startswith(OLLAMA) and isinstance(named, str):
             named = named.removesuffix(LATEST)
         if named is None and (scope["method"] != "POST" or len(self._pool.models) == 1):
             return last[:1]

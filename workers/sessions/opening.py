@@ -28,7 +28,7 @@ def open_blocks(
     *seed: str,
     known: int = 0,
 ) -> BlockStore | None:
-    """Return a worker's store, or None if its model's rows cannot be stored or the settings say so.
+    """Return a worker's store, or None if the settings or the kind of cache exclude it.
     `model`: for `dovetail cache`; `seed`: what its rows depend on besides tokens; `known`: how many
     tokens after a row it depends on."""
     cache = new_cache(0)

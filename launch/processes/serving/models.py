@@ -8,7 +8,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from dovetail.launch.extras import extra, installed
@@ -23,15 +23,10 @@ from dovetail.workers.models.checkpoints.hub import local_folder
 
 log = logging.getLogger("dovetail.serve")
 
-SETTINGS = (
-    *TAKEN,
-    "aliases",
-    "dashboard",
-    "deadline_s",
-    "most_models",
-    "page",
-    "unload_s",
-)  # those that the router gets
+SETTINGS = (*TAKEN, "aliases", "dashboard", "deadline_s", "most_models", "page", "unload_s")
+"""Those that the router gets."""
+SECTIONS = ("target", "draft", "tree", "sampling", "memory", "cache", "coordinator", "http")
+"""Those that a model's own service gets."""
 ALONE = {"http.host": "127.0.0.1", "http.port": 0, "http.cors": ""}
 """Settings of a loaded model's own service, which only the router uses."""
 ENDING_S = 2 * GRACE_S + 3 * DRAIN_S  # the longest time for a service to end when asked to
@@ -49,7 +44,6 @@ class ServedModel:
     state: State = "unloaded"
     url: str = ""
     why: str = ""  # why it could not be loaded, or was lost
-    pids: Mapping[str, int] = field(default_factory=dict)
     kill_s: float = 0.0  # when a service that is ending is killed
     output: bytes = b""  # what it has written to stdout
 
@@ -73,13 +67,10 @@ def _arguments(configuration: Configuration, name: str) -> list[str]:
     model = spelled(configuration.settings.target.model)
     own = configuration.over("the router's", {**ALONE, "http.model": name})
     chosen = [f"--target.model={own.settings.target.model}"]
-    chosen += (
-        []
-        if configuration.given("target.weights")
-        else [f"--target.weights={own.settings.target.weights}"]
-    )
-    flags = own.arguments("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
-    return ["serve", model, "--json", *(flag for flag in flags if flag not in chosen)]
+    if not configuration.given("target.weights"):
+        chosen.append(f"--target.weights={own.settings.target.weights}")
+    flags = [flag for flag in own.arguments(*SECTIONS) if flag not in chosen]
+    return ["serve", model, "--json", *flags]
 
 
 def size_of(configuration: Configuration) -> int:
