@@ -45,12 +45,12 @@ def command(action: str, as_json: bool) -> None:
 
 def _described(folder: Path) -> dict[str, Any]:
     """Return the figures of the prompts of one model."""
-    files = [path.stat() for path in folder.glob("*.safetensors")]
+    files = [path.stat() for path in folder.glob("*.safetensors") if path.is_file()]
     about = folder / ABOUT_PROMPTS
     used = max((one.st_mtime for one in files), default=0.0)
     return {
         "folder": folder.name,
-        "model": about.read_text(encoding="utf-8") if about.exists() else folder.name,
+        "model": about.read_text("utf-8", "replace") if about.is_file() else folder.name,
         "tokens": BLOCK_TOKENS * len(files),
         "bytes": sum(one.st_size for one in files),
         "used": time.strftime("%Y-%m-%d %H:%M", time.localtime(used)) if files else "",

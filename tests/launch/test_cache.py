@@ -24,6 +24,10 @@ def test_cached_prompts_are_shown_and_cleared(
     (shown,) = json.loads(call("cache", "show", "--json").stdout)
     assert (shown["model"], shown["tokens"]) == ("some/model", 3 * 64)
     assert shown["bytes"] == sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    (folder / "seed" / ("ab" * 32 + ".safetensors")).symlink_to(tmp_path / "missing")
+    (folder / "seed" / ("cd" * 32 + ".safetensors")).mkdir()
+    assert len(BlockFiles(folder / "seed", 1 << 20, "target").names) == 4
+    (folder / "seed" / "model.txt").write_bytes(b"some/model\xff")
     table = call("cache").stdout
     assert "some/model" in table
     assert "192" in table

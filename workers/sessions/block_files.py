@@ -147,11 +147,12 @@ class BlockFiles:
 
 def _files(folder: Path) -> Sequence[tuple[Path, os.stat_result]]:
     """Return the files of blocks in a folder."""
-    return [
-        (path, path.stat())
-        for path in folder.glob(f"*{SUFFIX}")
-        if len(path.stem) == 2 * NAME_BYTES and not set(path.stem) - set("0123456789abcdef")
-    ]
+    found = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        if len(path.stem) == 2 * NAME_BYTES and not set(path.stem) - set("0123456789abcdef"):
+            with suppress(FileNotFoundError):  # a link to nothing, or another worker has deleted it
+                found.append((path, path.stat()))
+    return found
 
 
 def _bytes_of(content: bytes) -> Tensor:
