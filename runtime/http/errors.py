@@ -207,6 +207,8 @@ def complaint(error: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
         return f" is too long: send at most {context['max_length']} {of}"
     if kind in ("literal_error", "enum"):
         return f"{shown}: send {context['expected']}"
+    if kind == "string_pattern_mismatch" and error["loc"][-1] != "[key]":
+        return f"{shown}: send a text that matches {context['pattern']}"
     if kind == "string_pattern_mismatch":
         return f" has the key {_shown(error.get('input'))}: send token ids as keys"
     if _wanted(kind):

@@ -338,6 +338,9 @@ def _conversation(
         return prompt, reading, answer
     if not use.callable and (answer is None or support.thoughts is None):
         return prompt, reading, answer
+    if body.ignore_eos:
+        why = "a reply with tools ends where their grammar does: leave ignore_eos out"
+        raise ApiError(400, why, param="ignore_eos")
     with _refusing("tools"):
         try:
             thinking = is_thinking(support.thoughts, text)

@@ -84,6 +84,8 @@ def _followed(
     given = function.get("parameters") or NOTHING
     strict = bool(function.get("strict"))
     schema = given if "type" in given else {"type": "object", **given}
+    if schema["type"] != "object":
+        return UNKNOWN, f"arguments are an object, not {json.dumps(schema['type'])[:40]}"
     try:
         grammar = of_schema(schema, strict=strict)
         vocabulary.matcher(grammar)

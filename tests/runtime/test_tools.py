@@ -317,6 +317,8 @@ def test_an_odd_schema_refuses_a_request_only_if_it_is_strict() -> None:
     for parameters in (
         {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
         {"$ref": "https://example.org/schema.json"},
+        {"type": "string"},
+        {"properties": 5},
     ):
         odd = (NOW, tool(parameters, strict=False))
         constraint = constraint_of(ToolUse(odd, odd, True), support, text, thinking=False)

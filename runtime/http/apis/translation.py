@@ -12,6 +12,7 @@ from pydantic_core import from_json
 from dovetail.runtime.http.bodies import LONGEST_KIND, ChatBody, CompletionBody
 from dovetail.runtime.http.errors import ApiError
 
+INVALID = "INVALID_JSON"  # the key of arguments that are no object
 B = TypeVar("B", ChatBody, CompletionBody)
 
 
@@ -87,13 +88,15 @@ def function(name: Any, description: Any, parameters: Any, **more: Any) -> dict[
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object: their beginning if the reply was cut off, and
-    none if the model did not write an object."""
+    """Return the arguments of a call as an object, or their beginning if the reply was cut off;
+    other text under the key that Anthropic's documentation proposes."""
     try:
-        value = from_json(text, allow_partial=True)
+        value = from_json(text, allow_inf_nan=False, allow_partial=True)
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        value = None
+    if isinstance(value, dict):
+        return value
+    return {INVALID: text} if text else {}
 
 
 def call(number: Any, name: Any, arguments: Any) -> dict[str, Any]:

@@ -4,10 +4,10 @@ whatever it is called; what changes none is let pass."""
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.errors import ApiError, complaint
 from dovetail.runtime.http.fields import BENIGN, INSTEAD, RENAMED, UNSERVED
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -201,3 +201,11 @@ def test_a_reply_may_be_sent_back_as_it_came() -> None:
         "name": "x",
     }
     ChatBody.model_validate({"messages": [*CHAT["messages"], said, *CHAT["messages"]]})
+
+
+def test_the_error_about_a_tool_s_name_says_what_a_name_is() -> None:
+    wrong = {**CHAT, "tools": [{"type": "function", "function": {"name": "a b"}}]}
+    with pytest.raises(ValidationError) as refused:
+        ChatBody.model_validate(wrong)
+    said = complaint(refused.value.errors()[0])
+    assert said.startswith(' is "a b": send a text that matches ^[A-Za-z0-9_.:/-]')

@@ -158,8 +158,10 @@ def test_an_error_in_content_names_the_field_of_the_request() -> None:
     [
         ('{"path": "x"}', {"path": "x"}),
         ('{"path": "x", "lines": [1, ', {"path": "x", "lines": [1]}),
-        ("<parameter=path>\nx", {}),
-        ("[1]", {}),
+        ("<parameter=path>\nx", {"INVALID_JSON": "<parameter=path>\nx"}),
+        ("[1]", {"INVALID_JSON": "[1]"}),
+        ('{"a": NaN}', {"INVALID_JSON": '{"a": NaN}'}),
+        ('{"a": 1, "b": "x', {"a": 1}),
         ("", {}),
     ],
 )
