@@ -4,6 +4,7 @@ assembled by hand: a line takes a few microseconds, and the HTTP process does no
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from dovetail.protocol.messages import PromptRead, Result, TokenLogprobs
@@ -13,6 +14,7 @@ from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.events import (
     CallArguments,
     CallBegun,
+    CallEnded,
     Event,
     Reasoning,
     Text,
@@ -80,10 +82,17 @@ class CompletionWriter(Writer):
         self._note_calls(reply.index, part.events)
         if (part := self._unsent(reply.index, part)) is None:
             return ""
+        parts = _single(part) if self._order.wishes.event_ids else [part]
+        return "".join(self._chunks_of(reply, one) for one in parts)
+
+    def _chunks_of(self, reply: Reply, part: Part) -> str:
         chunks, begin = "", None
         if self._streamed[reply.index] is None:
             begin = {"seed": self._order.submits[reply.index].seed, **self._lowered(reply.index)}
             chunks = self._first(reply.index, begin)
+            if chunks and self._order.wishes.event_ids:
+                self._streamed[reply.index] = StreamPlace()
+                chunks = self._with_id(chunks)
         self._count(reply.index, part)
         tokens = part.tokens
         deltas = self._deltas(part.events) or ([""] if part.ended is None else [])
@@ -98,9 +107,11 @@ class CompletionWriter(Writer):
                 self._choice(reply.index, None, tokens, reason),
                 metrics=self._metrics(reply.index, part.ended),
             )
-        if self._order.wishes.event_ids:
-            return f"{chunks[:-1]}id: {event_id(self._order.name, self._streamed)}\n\n"
-        return chunks
+        return self._with_id(chunks) if self._order.wishes.event_ids else chunks
+
+    def _with_id(self, chunks: str) -> str:
+        """Return chunks, the last with the id of an event after which this much was streamed."""
+        return f"{chunks[:-1]}id: {event_id(self._order.name, self._streamed)}\n\n"
 
     def _note_calls(self, index: int, events: Iterable[Event]) -> None:
         if any(isinstance(event, CallBegun) for event in events):
@@ -253,6 +264,21 @@ class CompletionWriter(Writer):
                 - accepted,
             },
         }
+
+
+def _single(part: Part) -> list[Part]:
+    """Return a part as parts of one chunk each, so that each chunk has an id of its own."""
+    shown = [one for one in part.events if not isinstance(one, CallEnded)]
+    if len(shown) + (part.ended is not None) < 2:
+        return [part]
+    parts: list[Part] = []
+    for event in part.events:
+        if isinstance(event, CallEnded) and parts:
+            parts[-1] = replace(parts[-1], events=(*parts[-1].events, event))
+        else:
+            parts.append(Part((event,)))
+    parts[0] = replace(parts[0], tokens=part.tokens)
+    return [*parts, Part(ended=part.ended)] if part.ended is not None else parts
 
 
 def _behind(place: StreamPlace, part: Part) -> StreamPlace:

@@ -214,3 +214,9 @@ def test_without_a_journal_no_reply_is_known(tmp_path: Path) -> None:
     with backend() as house, api(house.address) as server:
         said = server.chat(max_tokens=3)
         assert server.client.get(f"{CHATS}/{said['id']}").status_code == 404
+
+
+def test_each_chunk_of_a_resumable_stream_has_an_id(server: Api) -> None:
+    found = told(server.client.post(CHATS, json={**CHAT, **IDS, "stream": True, "n": 2}))
+    assert all(name for name, _ in found)
+    assert len({name for name, _ in found}) == len(found)
