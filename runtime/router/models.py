@@ -40,8 +40,6 @@ STREAM_HEAD = (
 )
 UNAVAILABLE = 503
 TAGS, RUNNING, LATEST = "/api/tags", "/api/ps", ":latest"  # of ollama's API
-
-
 Files = Mapping[str, tuple[Sequence[tuple[bytes, bytes]], bytes]]
 """Path -> headers and content of a file of the pages."""
 
@@ -282,10 +280,8 @@ class ModelRouter(Front):
     def _entry(self, name: str) -> dict[str, Any]:
         """Return a model as OpenAI lists it, with its state as in llama-server's router."""
         report = self._pool.models[name := self._model(name)].report
-        status = {
-            "value": report.state,
-            **({"failed": True, "why": report.why} if report.why else {}),
-        }
+        failure = {"failed": True, "why": report.why} if report.why else {}
+        status = {"value": report.state, **failure}
         entry = {"id": name, "object": "model", "created": self._began, "owned_by": "dovetail"}
         return {**entry, "root": name, "status": status}
 
@@ -326,8 +322,7 @@ def _failure(name: str, model: Model, pause_s: float) -> ApiError:
 async def _comment(model: Model, call: Call, send: Send) -> None:
     """Send the head of a stream once, and a comment that its client ignores."""
     if not call.headed:
-        head = {"type": "http.response.start", "status": 200, "headers": [*STREAM_HEAD]}
-        await send(head)
+        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEAD]})
         call.headed = True
     text = f": {model.report.name} is {model.report.state}\n\n".encode()
     await send({"type": "http.response.body", "body": text, "more_body": True})
