@@ -278,7 +278,7 @@ class GrammarVocabulary:
             trial.compute_bitmask()
         if trial.is_error():
             why = trial.get_error()
-            raise refused("no text follows it" if why.startswith("NoExtension") else why)
+            raise refused("no text matches it" if why.startswith("NoExtension") else why)
         return own
 
 

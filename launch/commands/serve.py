@@ -142,7 +142,7 @@ def _serve_several(
     if engine != "local":
         raise UserError("--engine ray serves one model: name a single MODEL")
     if given := [name for name in OF_ONE if configuration.given(name)]:
-        raise UserError(f"{given[0]} is of one model, and several are named: leave it out")
+        raise UserError(f"{given[0]} applies to one model, but several are named: leave it out")
     if not installed("launch.commands.router"):
         raise UserError(
             "this installation of dovetail lacks the router, which serves several models"

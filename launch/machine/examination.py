@@ -94,7 +94,7 @@ class Facts:
     compiler: str = ""
     others: Load | None = None  # CPU time that other programs used while this process was idle
     rival: str = ""
-    """The version of a distribution called dovetail, installed beside ours; empty: none."""
+    """The version of an installed distribution called dovetail, which has our import name."""
     profile: str = ""
     profile_problem: str = ""
     cache: Path = Path()  # the folder of this user's caches
@@ -438,14 +438,14 @@ def examine(facts: Facts) -> Iterator[Check]:
 
 
 def _rival() -> str:
-    """Return the version of a distribution with our import name beside ours; empty: none."""
+    """Return `Facts.rival`; empty: none."""
     ours, found = installed_version(), installed_version("dovetail")
     return "" if NOT_INSTALLED in (ours, found) else found
 
 
 def _package(facts: Facts) -> Iterator[Check]:
     if facts.rival:
-        found = f"the distribution dovetail {facts.rival} is installed beside {DISTRIBUTION}"
+        found = f"the distribution dovetail {facts.rival} is installed as well as {DISTRIBUTION}"
         remedy = f"both have the folder dovetail: pip uninstall dovetail {DISTRIBUTION}, then "
         yield Check("package", False, found, f"{remedy}pip install {DISTRIBUTION}")
 

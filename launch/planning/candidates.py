@@ -67,7 +67,7 @@ class Candidate:
     blocks: int | None = None  # blocks of a head
     lacks: str = ""  # the steps to take before it can be started; empty: none
     trees: Sequence[Tree] = field(default=())
-    block: int = 0  # rows of the only pass of a round; 0: levels have passes of their own
+    block: int = 0  # rows of the only pass of a round; 0: a pass for each level
 
     def draft(
         self, level_s: Callable[[int, int], float], proposal_s: float, *, on_device: bool

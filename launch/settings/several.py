@@ -24,7 +24,7 @@ class Several:
         self, check: Callable[[Configuration], None], say: Callable[[str], None]
     ) -> dict[str, Configuration]:
         """Return the settings of each model, by its name; `UserError` for one that was named and
-        that `check` refuses. `say` is called with those in a folder that are passed over."""
+        that `check` refuses. `say` gets a line for each one in a folder that is skipped."""
         found = {}
         for name, source in zip(names_of(self.sources), self.sources, strict=True):
             try:
@@ -34,7 +34,7 @@ class Several:
             except UserError as error:
                 if source not in self._inside:
                     raise
-                say(f"{source} is passed over: {error}")
+                say(f"{source} is skipped: {error}")
         if not found:
             raise UserError("none of these models can be served")
         return found

@@ -235,8 +235,9 @@ def _shape(wish: TrainingOptions, features: "Features", target: "TargetParts") -
         own["draft_vocabulary"] = draft_vocabulary(wish.draft_vocabulary, vocabulary)
     elif wish.draft_vocabulary is not None or wish.intermediate is not None:
         raise UserError(
-            f"{TRAINED[wish.kind].what.split(':')[0]} has MLP and vocabulary of its target: leave "
-            "out --intermediate and --draft-vocabulary (--draft.head_rows reduces its output head)"
+            f"{TRAINED[wish.kind].what.split(':')[0]} has the MLP and the vocabulary of its "
+            "target: leave out --intermediate and --draft-vocabulary (--draft.head_rows reduces "
+            "its output head)"
         )
     choices = kind.choices(own, taps=origin.taps)
     sizes: dict[str, Any] = {"context": origin.context, "intermediate": wish.intermediate}

@@ -96,7 +96,7 @@ class CoordinatorSettings(Frozen):
     share_prefixes: Literal["key", "all"] = Field(
         "key",
         description="whose requests may reuse a cached prefix: key (those of the same API key) or "
-        "all, who can then find out by cached_tokens and timing what others have sent",
+        "all, which lets clients infer from cached_tokens and timing what others have sent",
     )
     remember: bool = Field(
         True,

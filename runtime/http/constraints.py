@@ -60,7 +60,7 @@ def compiled(one: Wanted, target: RequestTarget) -> Constraint:
         grammar=text,
         engine=grammar_engine(),
         kind=one.kind,
-        relaxed=tuple(said[:512] for said in relaxed[:MAX_RELAXED]),
+        relaxed=tuple(one[:512] for one in relaxed[:MAX_RELAXED]),
     )
 
 
@@ -103,7 +103,7 @@ def _read(body: Decoding, name: str) -> Wanted | None:
 
 
 def _response_format(name: str, value: Mapping[str, Any], body: Decoding) -> Wanted | None:
-    """OpenAI's, with llama.cpp's `schema` and huggingface_hub's `value` beside json_object."""
+    """OpenAI's; json_object may have llama.cpp's `schema` or huggingface_hub's `value`."""
     kind = value.get("type")
     if kind == "text":
         return None
@@ -124,18 +124,22 @@ def _response_format(name: str, value: Mapping[str, Any], body: Decoding) -> Wan
 def _structured(name: str, value: Mapping[str, Any], body: Decoding) -> Wanted | None:
     """vLLM's since 0.12: one of several kinds, and the whitespace of JSON."""
     given = {key: one for key, one in value.items() if one is not None and one is not False}
-    space = given.pop("whitespace_pattern", WHITESPACE)
-    for ours in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
-        given.pop(ours, None)
+    space = _text(name, given.pop("whitespace_pattern", WHITESPACE))
+    if given.pop("disable_any_whitespace", False):
+        space = ""
+    given.pop("disable_fallback", None)  # there is only one engine
+    if given.pop("disable_additional_properties", False):
+        text = "structured_outputs.disable_additional_properties is not supported: write "
+        raise ApiError(400, f'{text}"additionalProperties": false in the schema', param=name)
     if not given:
         return None
     if len(given) > 1 or (kind := next(iter(given))) not in STRUCTURED:
-        text = f"structured_outputs has one of {', '.join(STRUCTURED)}, not {', '.join(given)}"
+        text = f"structured_outputs takes one of {', '.join(STRUCTURED)}, not {', '.join(given)}"
         raise ApiError(400, text[:300], param=name)
     if kind == "json_object":
-        return _schema(name, ANY_OBJECT, body, kind=kind, space=_text(name, space))
+        return _schema(name, ANY_OBJECT, body, kind=kind, space=space)
     if kind == "json":
-        return _schema(f"{name}.json", given[kind], body, space=_text(name, space))
+        return _schema(f"{name}.json", given[kind], body, space=space)
     return STRUCTURED[kind](f"{name}.{kind}", given[kind], body)
 
 
@@ -153,7 +157,8 @@ def _schema(
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ApiError(400, f"{param} is not JSON: send the schema", param=param) from None
-    space = space or body.guided_whitespace_pattern or WHITESPACE
+    if space is None:
+        space = body.guided_whitespace_pattern or WHITESPACE
 
     def write() -> str:
         return grammars.of_schema(value, strict=strict, whitespace=space)
@@ -169,7 +174,7 @@ def _regex(param: str, value: Any, _: Decoding) -> Wanted:
 def _choice(param: str, value: Any, _: Decoding) -> Wanted:
     texts = value if isinstance(value, list) else ()
     if not texts or not all(isinstance(one, str) for one in texts):
-        raise ApiError(400, f"{param} is a list of texts", param=param)
+        raise ApiError(400, f"{param} must be a list of strings", param=param)
     return Wanted("choice", param, lambda: grammars.of_choice(texts))
 
 

@@ -117,9 +117,8 @@ BENIGN = frozenset(
 
 
 def renamed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a body with our names of fields; raise `ApiError` if one is given under two names. A
-    window of penalties is no matter without `repeat_penalty`, and must otherwise be the whole
-    context, as ours is."""
+    """Return a body with our names of fields; raise `ApiError` if two names of one differ. The
+    window of penalties, `repeat_last_n`, is ignored without `repeat_penalty`."""
     fields: dict[str, Any] = {}
     for name, value in body.items():
         here = RENAMED.get(name, name)

@@ -329,11 +329,11 @@ def _conversation(
         prompt = _checked(target.text.encode_rendered(text), target)
     reading = reading_of(use, support, text, split=defaults.reasoning == "split")
     if use.required and answer is not None:
-        why = "a call is demanded and the reply has a grammar: leave tool_choice or the grammar out"
+        why = "tool_choice requires a call, but the reply has a grammar: leave one of them out"
         raise ApiError(400, why, param="tool_choice")
     if use.callable and defaults.tools == "free":
         if use.required:
-            why = "a call cannot be demanded without a grammar (http.tools is free)"
+            why = "tool_choice cannot require a call without a grammar (http.tools is free)"
             raise ApiError(400, f"{why}: leave tool_choice out", param="tool_choice")
         return prompt, reading, answer
     if not use.callable and (answer is None or support.thoughts is None):

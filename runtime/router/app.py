@@ -443,8 +443,8 @@ def _nobody(replicas: Any, tried: set[str]) -> ApiError:
     )
 
 
-async def json_answer(told: Any, send: Send, status: int = 200) -> None:
-    content = json.dumps(told, separators=(",", ":")).encode()
+async def json_answer(value: Any, send: Send, status: int = 200) -> None:
+    content = json.dumps(value, separators=(",", ":")).encode()
     await _answer(status, b"application/json", content, send)
 
 

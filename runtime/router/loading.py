@@ -37,7 +37,7 @@ class Model:
     used_s: float = NEVER  # when a request last began, waited or ended
     failed_s: float = NEVER
     failures: int = 0
-    """The number of failures to load; a change tells waiting requests."""
+    """The number of failures to load; waiting requests compare it."""
 
     def admits(self, arrival_s: float) -> bool:
         """Return whether a request that arrived at this time can be sent to it."""
@@ -73,7 +73,7 @@ class Pool:
         """Whether a request waits for a model that is not loaded."""
         return any(model.waiting and not model.wanted for model in self.models.values())
 
-    def told(self, reports: Iterable[Report], now_s: float) -> None:
+    def update(self, reports: Iterable[Report], now_s: float) -> None:
         """Take the states of all models, reported after the last change of `wanted`. A model that
         is loaded at the first report stays loaded."""
         for report in reports:

@@ -1,7 +1,7 @@
 """A router for several models, of which the supervisor loads those that are wanted: a request waits
 until its model is loaded, as a stream with comments. They exchange lines of JSON:
-{"wish": N, "models": [NAME, ...]} are the N-th wanted models, and the answer to it is
-{"wish": N, "models": [REPORT, ...]} whenever a state changes."""
+{"revision": N, "models": [NAME, ...]} are the wanted models, numbered by their changes, and the
+supervisor answers {"revision": N, "models": [REPORT, ...]} whenever a state changes."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from dovetail.protocol.memory import read_room
 from dovetail.runtime.http.asked import Aliases
-from dovetail.runtime.http.errors import ApiError, unavailable
+from dovetail.runtime.http.errors import OLLAMA, ApiError, unavailable
 from dovetail.runtime.http.serving.guard import Message, Scope, Send
 from dovetail.runtime.router.app import (
     AGAIN,
@@ -40,17 +40,16 @@ STREAM_HEAD = (
 )
 UNAVAILABLE = 503
 TAGS, RUNNING, LATEST = "/api/tags", "/api/ps", ":latest"  # of ollama's API
-NDJSON = "/api/"  # paths of ollama's API, whose streams have no comments
 
 
 Files = Mapping[str, tuple[Sequence[tuple[bytes, bytes]], bytes]]
 """Path -> headers and content of a file of the pages."""
 
 
-class Told(BaseModel):
+class Reports(BaseModel):
     """A line of the supervisor."""
 
-    wish: int
+    revision: int
     models: list[Report]
 
 
@@ -63,52 +62,51 @@ class ModelRouter(Front):
         self,
         pool: Pool,
         upstream: Upstream,
-        wish: Callable[[str], None],
+        write: Callable[[str], None],
         *,
         aliases: Aliases,
         deadline_s: float,
         files: Files,
     ) -> None:
-        """`wish` sends a line to the supervisor; `deadline_s`: the longest wait for a model;
+        """`write` sends a line to the supervisor; `deadline_s`: the longest wait for a model;
         `files`: those of the pages, by their paths."""
         super().__init__(upstream)
         self._aliases, self._files = aliases, files
-        self._pool, self._wish, self._deadline_s = pool, wish, deadline_s
-        self._number, self._sent = 0, list[str]()
+        self._pool, self._write, self._deadline_s = pool, write, deadline_s
+        self._revision, self._sent = 0, list[str]()
         self._replicas: dict[str, Replica] = {}
         self._changed = asyncio.Event()
         self._began = int(time.time())
         self._requests = 0
 
     async def run(self) -> None:
-        """Decide from time to time, for ever, and repeat the wish, which also shows that this
-        process makes progress."""
+        """Decide and send the wanted models periodically, which also shows that this process makes
+        progress."""
         while True:
             try:
                 self._decide()
-                self._send_wish()
+                self._send_wanted()
             except Exception:  # an internal error, which may not recur
                 log.exception("the wanted models could not be decided")
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def told(self, line: bytes) -> None:
-        """Handle a line of the supervisor; one that does not answer the last wish is out of
-        date."""
+    def receive(self, line: bytes) -> None:
+        """Handle a line of the supervisor; one of an earlier revision is ignored."""
         try:
-            told = Told.model_validate_json(line)
+            received = Reports.model_validate_json(line)
         except ValidationError as error:
             log.error("a line of the supervisor is malformed: %s", error)
             return
-        if told.wish != self._number:
-            return  # it was written before the last wish arrived
-        for report in told.models:
+        if received.revision != self._revision:
+            return  # it was written before the last change arrived
+        for report in received.models:
             before = self._replicas.get(report.name)
             if report.url and (before is None or before.url != report.url):
                 self._replicas[report.name] = Replica(report.url)
                 if before is not None:
                     self._upstream.close(before.url)
         first = not self._pool.models
-        self._pool.told(told.models, time.monotonic())
+        self._pool.update(received.models, time.monotonic())
         if first:
             self._sent = self._pool.wanted
         self._decide()
@@ -120,11 +118,11 @@ class ModelRouter(Front):
         self._pool.step(time.monotonic(), None if room is None else room.size)
         if (wanted := self._pool.wanted) != self._sent:
             self._sent = wanted
-            self._number += 1
-            self._send_wish()
+            self._revision += 1
+            self._send_wanted()
 
-    def _send_wish(self) -> None:
-        self._wish(json.dumps({"wish": self._number, "models": self._sent}))
+    def _send_wanted(self) -> None:
+        self._write(json.dumps({"revision": self._revision, "models": self._sent}))
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -141,8 +139,8 @@ class ModelRouter(Front):
                 headers, content = file
                 await send({"type": "http.response.start", "status": 200, "headers": [*headers]})
                 await send({"type": "http.response.body", "body": content})
-            elif scope["method"] == "GET" and (told := self._listed(path)) is not None:
-                await json_answer(told, send)
+            elif scope["method"] == "GET" and (listed := self._listed(path)) is not None:
+                await json_answer(listed, send)
             else:
                 await self._to_model(scope, body, call, send)
         except ApiError as error:
@@ -170,7 +168,8 @@ class ModelRouter(Front):
         """Pass a request to its model; a reply requested again by its id is looked up in all that
         are loaded."""
         fields = _fields(body)
-        streams = fields.get("stream") is True and not scope["path"].startswith(NDJSON)
+        ollama = scope["path"].startswith(OLLAMA)  # its streams have no comments
+        streams = fields.get("stream") is True and not ollama
         refused: tuple[Message, bytes] | None = None
         for name in self._named(scope, fields):
             refused = await self._to_one(name, scope, body, call, send, streams=streams)
@@ -262,7 +261,7 @@ class ModelRouter(Front):
             return there or last[:1]
         query = parse_qs(scope["query_string"].decode("latin-1"))
         named = fields.get("model", fields.get("name", query.get("model", [None])[0]))
-        if scope["path"].startswith(NDJSON) and isinstance(named, str):
+        if scope["path"].startswith(OLLAMA) and isinstance(named, str):
             named = named.removesuffix(LATEST)
         if named is None and (scope["method"] != "POST" or len(self._pool.models) == 1):
             return last[:1]
@@ -277,7 +276,7 @@ class ModelRouter(Front):
             if named == name or self._aliases.covers(str(named), name):
                 return name
         served = ", ".join(self._pool.models)
-        text = f"there is no model {named!r} here: these are served: {served}"
+        text = f"there is no model {named!r} here: send one of {served}"
         raise ApiError(404, text, param="model", code="model_not_found")
 
     def _entry(self, name: str) -> dict[str, Any]:

@@ -261,7 +261,7 @@ def _merged(messages: list[Message]) -> list[Message]:
 
 
 def _reminded(messages: list[Message]) -> list[Message]:
-    """Turn later system messages into a user's, joined with one beside it."""
+    """Turn later system messages into a user's, joined with adjacent ones."""
     found, turned = messages[:1], False
     for one in messages[1:]:
         before, turned = turned, one["role"] in SYSTEM

@@ -121,7 +121,7 @@ def check_support(use: ToolUse, support: Support) -> None:
 
 
 def thinking_values(body: ChatBody) -> dict[str, Any]:
-    """Return the values for a chat template that a request has in fields of their own."""
+    """Return the values for a chat template that have their own fields in a request."""
     effort, enabled = body.reasoning_effort, body.enable_thinking
     if enabled is None and effort == "none":
         enabled = False

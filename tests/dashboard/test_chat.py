@@ -323,7 +323,7 @@ def test_thoughts_are_folded_and_calls_are_cards(chat: Page, tmp_path: Path) -> 
     load(chat, tmp_path, *messages)
     assert not chat.value("document.querySelector('.thoughts').open")
     assert "I need a tool." in chat.value("document.querySelector('.thoughts').textContent")
-    assert "Call of weather" in chat.text(".call")
+    assert "Tool call: weather" in chat.text(".call")
     assert '"city": "Oslo"' in chat.text(".call pre")
     assert chat.text(".message.tool pre") == "rain"
     assert exported(chat)["messages"] == list(messages)

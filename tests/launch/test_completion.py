@@ -103,4 +103,4 @@ def test_the_script_of_a_shell_completes(
 def test_another_shell_is_refused(invoke: Run) -> None:
     done = invoke("completion", "tcsh")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "dovetail: tcsh is not one of bash, zsh, fish\n"
+    assert done.stderr == "dovetail: name a shell, one of bash, zsh, fish, not 'tcsh'\n"

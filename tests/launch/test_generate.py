@@ -84,6 +84,7 @@ RESULT_FIELDS = [
     "placement",
     "prefill",
     "draft_failure",
+    "constraint",
 ]
 ACCOUNTS = (
     *shlex.split(

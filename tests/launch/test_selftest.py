@@ -19,15 +19,12 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def finished(tokens: list[int], margins: list[float]) -> Finished:
-    nothing = dict.fromkeys(Result.model_fields, 0)
+    required = (name for name, info in Result.model_fields.items() if info.is_required())
+    nothing = dict.fromkeys(required, 0)
     lists = {
         "token_ids": tuple(tokens),
         "completion_tokens": len(tokens),
         "accepted_per_position": (),
-        "fingerprints": (),
-        "placement": "",
-        "prefill": "local",
-        "draft_failure": None,
     }
     result = Result.model_validate(
         {**nothing, **lists, "text": "", "finish_reason": "length", "fingerprint": ""}

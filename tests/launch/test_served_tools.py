@@ -41,10 +41,11 @@ DEMANDED: dict[str, Any] = {
 
 
 def client_of(start: Start, folder: Path, family: str, *flags: str) -> openai.OpenAI:
-    """A client of the embedded target with a family's template."""
+    """A client of the embedded target with a family's template, in which there are no thoughts."""
+    template = TEMPLATES[family].replace("<think>\n", "").replace("[THINK]", "")
     target = folder / "target"
     shutil.copytree(TARGET_FOLDER, target)
-    (target / "chat_template.jinja").write_text(TEMPLATES[family], encoding="utf-8")
+    (target / "chat_template.jinja").write_text(template, encoding="utf-8")
     flags = ("--http.port", "0", "--draft.device", "cpu", "--json", *flags)
     url = ready(start("serve", "--target", str(target), *flags))["url"]
     return openai.OpenAI(base_url=f"{url}/v1", api_key="x", timeout=PATIENCE_S, max_retries=0)
@@ -184,14 +185,16 @@ def test_a_stream_with_a_call_is_continued(start: Start, tmp_path: Path) -> None
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_a_call_of_each_family_is_valid(family: str, start: Start, tmp_path: Path) -> None:
     client, valid = client_of(start, tmp_path, family), 0
-    for seed in range(3):
-        whole = ask(client, seed=seed)
+    for seed in range(8):
+        whole = ask(client, seed=seed, max_tokens=240)
         if whole.choices[0].finish_reason == "length":
             continue
         if family == "gemma":  # whose grammar has no bounds of numbers
             assert [call.function.name for call in whole.choices[0].message.tool_calls]
         else:
             assert_valid(whole)
-        assert streamed(client, seed=seed)[0] == summary(whole)
+        assert streamed(client, seed=seed, max_tokens=240)[0] == summary(whole)
         valid += 1
-    assert valid
+        if valid == 2:
+            break
+    assert valid, "every reply was cut, such as within thoughts"

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from dovetail.launch.processes.serving.models import served_models
+from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.models import TARGET_FOLDER
 from dovetail.launch.settings.several import models_inside, names_of
 from support.patience import PATIENCE_S
@@ -164,9 +166,12 @@ def test_a_model_without_requests_is_unloaded(start: Start, tmp_path: Path) -> N
     ("arguments", "words"),
     [
         (("{0}/a", "{0}/nothing"), "{0}/nothing"),
-        (("{0}/a", "{0}/b", "--listen=tcp://127.0.0.1:0"), "coordinator.listen is of one model"),
+        (
+            ("{0}/a", "{0}/b", "--listen=tcp://127.0.0.1:0"),
+            "coordinator.listen applies to one",
+        ),
         (("{0}/a", "{0}/b", "--engine=ray"), "--engine ray serves one model"),
-        (("{0}/a", "{0}/b", "--target={0}/a"), "target.model is of one model"),
+        (("{0}/a", "{0}/b", "--target={0}/a"), "target.model applies to one"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -188,6 +193,12 @@ def test_the_models_of_a_folder_are_its_folders_and_files(tmp_path: Path) -> Non
     assert there == ["deep", "one", "y-q4.gguf", "y-q8.gguf", "z-00001-of-00002.gguf"]
     assert models_inside(tmp_path / "deep") == []
     assert models_inside(tmp_path / "one") == []
+
+
+def test_the_service_of_a_model_gets_the_settings_of_the_command() -> None:
+    own = configure(model=str(TARGET_FOLDER), flags={"cache.disk": "1GB"})
+    (served,) = served_models({"a": own})
+    assert {"--cache.disk=1GB", "--http.model=a"} <= {*served.arguments}
 
 
 def test_names_are_short_and_differ() -> None:

@@ -474,7 +474,7 @@ def test_mistakes_are_one_line(
 def test_an_mtp_layer_is_only_trained_as_a_layer_of_its_target(
     tokens: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="an MTP layer has MLP and vocabulary of its target"):
+    with pytest.raises(UserError, match="an MTP layer has the MLP and the vocabulary of its"):
         train_head(wish("mtp", tokens, tmp_path / "head", draft_vocabulary=500))
     assert write_tiny("gemma3_text", tmp_path / "target")
     target = read_target(str(tmp_path / "target"))

@@ -92,6 +92,8 @@ def _field(model: type[Frozen], name: str, field: FieldInfo) -> st.SearchStrateg
         return st.sampled_from(WORDS[model, name])
     if model is messages.Reads and name == "width":
         return WIDTHS
+    if model is messages.Blocks and name == "names":
+        return st.lists(st.binary(min_size=32, max_size=32), max_size=2).map(b"".join)
     if name == "thresholds":
         return st.just("") | st.lists(
             st.floats(0.0, 1e6), min_size=1, max_size=settings.MAX_BINS - 1, unique=True

@@ -268,7 +268,7 @@ def test_a_small_draft_proposes_the_same_from_blocks(plain: LanguageModel) -> No
 
 
 def test_without_memory_or_where_states_hold_all_rows_nothing_is_stored(
-    plain: LanguageModel,
+    plain: LanguageModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     device = torch.device("cpu")
     for value, stored in (("0", False), ("1MB", True)):
@@ -278,8 +278,10 @@ def test_without_memory_or_where_states_hold_all_rows_nothing_is_stored(
     class WithStates(type(plain.new_cache(0))):  # type: ignore[misc]
         states = object()
 
-    settings = CacheSettings(memory="1MB")
+    settings = CacheSettings(memory="1MB", disk="1GB")
     assert open_blocks(settings, "t", "", lambda n: WithStates(**_size(n)), device) is None
+    reason = "the rows of this model cannot be stored"
+    assert capsys.readouterr().err == f"t: no prompts are cached on disk: {reason}\n"
 
 
 def _size(capacity: int) -> dict[str, Any]:

@@ -28,15 +28,19 @@ def open_blocks(
     *seed: str,
     known: int = 0,
 ) -> BlockStore | None:
-    """Return a worker's store, or None if its model's rows cannot be stored or the settings say so.
-    `model`: for `dovetail cache`; `seed`: what its rows depend on besides tokens; `known`: how many
-    tokens after a row it depends on."""
-    cache = new_cache(0)
+    """Return a worker's store, or None if the settings, the device or the kind of cache exclude it,
+    which is reported if `disk` is set. `model`: for `dovetail cache`; `seed`: what its rows depend
+    on besides tokens; `known`: how many tokens after a row it depends on."""
     room = read_room()
     most = settings.memory_bytes
     if most is None:
         most = 0 if room is None else room.size // MEMORY_SHARE
-    if not most or device.type != "cpu" or not can_store(cache):
+    cache = new_cache(0)
+    storable = device.type == "cpu" and can_store(cache)
+    if not most or not storable:
+        if byte_count(settings.disk):
+            why = "memory for them is 0" if storable else "the rows of this model cannot be stored"
+            print(f"{name}: no prompts are cached on disk: {why}", file=sys.stderr)
         return None
     digest = digest_of(LAYOUT, type(cache).__name__, *seed)
     return BlockStore(digest, new_cache, most, _files(settings, name, model, digest), known)

@@ -142,7 +142,9 @@ TRAINED: dict[str, TrainedKind] = {
         partial(_recipe, "dflash", "DSparkRecipe"),
         (
             *BLOCK_OPTIONS,
-            Option("--rank", "Rank of the table of pairs.", "count", least=1, default=256),
+            Option(
+                "--rank", "Rank of the table of pairs.", "count", least=1, default=256, rare=True
+            ),
         ),
         in_steps=False,
     ),

@@ -8,7 +8,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from dovetail.launch.extras import extra, installed
@@ -23,15 +23,10 @@ from dovetail.workers.models.checkpoints.hub import local_folder
 
 log = logging.getLogger("dovetail.serve")
 
-SETTINGS = (
-    *TAKEN,
-    "aliases",
-    "dashboard",
-    "deadline_s",
-    "most_models",
-    "page",
-    "unload_s",
-)  # those that the router gets
+SETTINGS = (*TAKEN, "aliases", "dashboard", "deadline_s", "most_models", "page", "unload_s")
+"""Those that the router gets."""
+SECTIONS = ("target", "draft", "tree", "sampling", "memory", "cache", "coordinator", "http")
+"""Those that a model's own service gets."""
 ALONE = {"http.host": "127.0.0.1", "http.port": 0, "http.cors": ""}
 """Settings of a loaded model's own service, which only the router uses."""
 ENDING_S = 2 * GRACE_S + 3 * DRAIN_S  # the longest time for a service to end when asked to
@@ -49,9 +44,8 @@ class ServedModel:
     state: State = "unloaded"
     url: str = ""
     why: str = ""  # why it could not be loaded, or was lost
-    pids: Mapping[str, int] = field(default_factory=dict)
     kill_s: float = 0.0  # when a service that is ending is killed
-    said: bytes = b""  # what it has written to stdout
+    output: bytes = b""  # what it has written to stdout
 
     @property
     def report(self) -> dict[str, Any]:
@@ -73,13 +67,10 @@ def _arguments(configuration: Configuration, name: str) -> list[str]:
     model = spelled(configuration.settings.target.model)
     own = configuration.over("the router's", {**ALONE, "http.model": name})
     chosen = [f"--target.model={own.settings.target.model}"]
-    chosen += (
-        []
-        if configuration.given("target.weights")
-        else [f"--target.weights={own.settings.target.weights}"]
-    )
-    flags = own.arguments("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
-    return ["serve", model, "--json", *(flag for flag in flags if flag not in chosen)]
+    if not configuration.given("target.weights"):
+        chosen.append(f"--target.weights={own.settings.target.weights}")
+    flags = [flag for flag in own.arguments(*SECTIONS) if flag not in chosen]
+    return ["serve", model, "--json", *flags]
 
 
 def size_of(configuration: Configuration) -> int:
@@ -107,10 +98,9 @@ class Models:
         self._front = Front(
             supervisor, configuration, "--models", taken=SETTINGS, started=self._router_started
         )
-        self._wish = 0
+        self._revision = 0
         self._wanted: Sequence[str] | None = None  # None: the router has not sent any yet
-        self._told = ""
-        self._left = False
+        self._reported = ""
 
     @property
     def url(self) -> str:
@@ -129,7 +119,7 @@ class Models:
             time.sleep(LOADING_POLL_S)
 
     def run(self) -> None:
-        """Serve for ever."""
+        """Serve until the router ends."""
         while not self._front.left:
             self._step()
             time.sleep(POLL_S)
@@ -153,8 +143,8 @@ class Models:
         now_s = time.monotonic()
         self._supervisor.mind()
         for line in self._front.step():
-            told = json.loads(line)
-            self._wish, self._wanted = told["wish"], told["models"]
+            wanted = json.loads(line)
+            self._revision, self._wanted = wanted["revision"], wanted["models"]
         for model in self._models.values():
             self._look_after(model, now_s)
             if self._wanted is not None:
@@ -163,21 +153,21 @@ class Models:
 
     def _router_started(self) -> None:
         """A new router knows nothing, and has sent nothing."""
-        self._wish, self._wanted, self._told = 0, None, ""
+        self._revision, self._wanted, self._reported = 0, None, ""
         self._report()
 
     def _report(self) -> None:
         reports = [model.report for model in self._models.values()]
-        told = json.dumps({"wish": self._wish, "models": reports})
-        if told != self._told and self._front.tell(told):
-            self._told = told
+        line = json.dumps({"revision": self._revision, "models": reports})
+        if line != self._reported and self._front.tell(line):
+            self._reported = line
 
     def _follow(self, model: ServedModel, now_s: float, *, wanted: bool) -> None:
         """Load or unload a model as the router wants it. One that has failed is loaded again only
-        after the router has heard of it."""
+        after the router has received that state."""
         if wanted and model.state == "unloaded":
             log.info("%s is being loaded", model.name)
-            model.state, model.why, model.said, model.url = "loading", "", b"", ""
+            model.state, model.why, model.output, model.url = "loading", "", b"", ""
             model.child = self._supervisor.start(model.name, model.arguments, reads=True)
         elif not wanted and model.state == "failed":
             model.state = "unloaded"
@@ -222,5 +212,5 @@ def _url(model: ServedModel, child: Child) -> str:
     assert child.process.stdout is not None
     pipe = child.process.stdout.fileno()
     if select.select([pipe], [], [], 0.0)[0]:
-        model.said += os.read(pipe, 1 << 16)
-    return str(json.loads(model.said)["url"]) if model.said.endswith(b"\n") else ""
+        model.output += os.read(pipe, 1 << 16)
+    return str(json.loads(model.output)["url"]) if model.output.endswith(b"\n") else ""

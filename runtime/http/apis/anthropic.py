@@ -128,11 +128,11 @@ def _user(content: list[Any], place: str) -> list[Object]:
         if kind_of(block, at, ("text", "tool_result")) == "text":
             texts.append(text_of(block, "text", at))
             continue
-        said = "\n".join(texts_of(block.get("content") or "", f"{at}.content"))
+        result = "\n".join(texts_of(block.get("content") or "", f"{at}.content"))
         number = text_of(block, "tool_use_id", at)
-        results.append({"role": "tool", "tool_call_id": number, "content": said})
-    said_too = [{"role": "user", "content": content_of(texts)}] if texts or not results else []
-    return [*results, *said_too]
+        results.append({"role": "tool", "tool_call_id": number, "content": result})
+    message = [{"role": "user", "content": content_of(texts)}] if texts or not results else []
+    return [*results, *message]
 
 
 def _assistant(content: list[Any], place: str) -> Object:

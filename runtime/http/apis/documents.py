@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about the routes: their responses and errors."""
+"""The responses and errors of the routes in the OpenAPI document."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,24 +26,19 @@ HEADERS = {  # of errors, by status
 EVERYWHERE = (401, 403)
 ASKING = (400, 404, 413, 415, 503)
 DECODING = (*ASKING, 429, 500, 504)
-ERRORS: Mapping[str, tuple[int, ...]] = {
-    **dict.fromkeys(("chat", "text", "chat_again", "text_again"), DECODING),
-    **dict.fromkeys(("messages", "responses", "ollama_chat", "ollama_generate"), DECODING),
-    **dict.fromkeys(("completion",), DECODING),
-    **dict.fromkeys(("count_tokens", "apply_template", "ollama_show"), ASKING),
-    **dict.fromkeys(("props", "slots", "ollama_tags", "ollama_ps"), (503,)),
-    "ollama_version": (),
-    "models": (503,),
-    "forget": (503,),
-    "model": (404, 503),
-    **dict.fromkeys(("tokenize", "detokenize"), ASKING),
-    **dict.fromkeys(("readyz", "version", "load", "health", "metrics"), ()),
-}
-"""Route -> its possible errors."""
 STREAMED = (
     *("chat", "text", "chat_again", "text_again", "messages", "responses", "completion"),
     *("ollama_chat", "ollama_generate"),
 )
+TEXTS = ("tokenize", "detokenize", "count_tokens", "apply_template", "ollama_show")
+ERRORS: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(STREAMED, DECODING),
+    **dict.fromkeys(TEXTS, ASKING),
+    **dict.fromkeys(("models", "forget", "props", "slots", "ollama_tags", "ollama_ps"), (503,)),
+    "model": (404, 503),
+    **dict.fromkeys(("readyz", "version", "load", "health", "metrics", "ollama_version"), ()),
+}
+"""Route -> its possible errors."""
 ERROR = {  # the schema of an error's body in OpenAI's form
     "type": "object",
     "required": ["error"],

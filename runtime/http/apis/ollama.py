@@ -180,7 +180,7 @@ class OllamaWriter(BlockWriter):
 
     def comment(self, read: PromptRead | None) -> bytes:
         """Return a line without text, since there are no comments."""
-        return self._line(self._said("", "text")).encode()
+        return self._line(self._delta("", "text")).encode()
 
     def failed(self, error: ApiError) -> bytes:
         """Return the line of an error."""
@@ -197,13 +197,13 @@ class OllamaWriter(BlockWriter):
     def _change(self, change: Change) -> str:
         block = change.block
         if change.what == "more" and block.call is None:
-            return self._line(self._said(change.text, block.kind))
+            return self._line(self._delta(change.text, block.kind))
         if change.what == "end" and block.call is not None:
-            return self._line({"message": {**_spoken(""), "tool_calls": [_call(change)]}})
+            return self._line({"message": {**_assistant(""), "tool_calls": [_call(change)]}})
         return ""
 
     def _ended(self) -> str:
-        return f"{compact({**self._about(), **self._said('', 'text'), **self._end()})}\n"
+        return f"{compact({**self._about(), **self._delta('', 'text'), **self._end()})}\n"
 
     def _line(self, fields: Object) -> str:
         return f"{compact({**self._about(), **fields, 'done': False})}\n"
@@ -212,11 +212,11 @@ class OllamaWriter(BlockWriter):
         created = datetime.fromtimestamp(self._order.created, UTC)
         return {"model": self._model, "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ")}
 
-    def _said(self, text: str, kind: str) -> Object:
+    def _delta(self, text: str, kind: str) -> Object:
         """Return new text or reasoning."""
         if kind == "reasoning":
-            return {"message": {**_spoken(""), "thinking": text}}
-        return {"message": _spoken(text)}
+            return {"message": {**_assistant(""), "thinking": text}}
+        return {"message": _assistant(text)}
 
     def _all(self, text: str, reasoning: str) -> Object:
         """Return a whole reply."""
@@ -225,7 +225,7 @@ class OllamaWriter(BlockWriter):
         ]
         thinking = {"thinking": reasoning} if reasoning else {}
         called = {"tool_calls": calls} if calls else {}
-        return {"message": {**_spoken(text), **thinking, **called}}
+        return {"message": {**_assistant(text), **thinking, **called}}
 
     def _end(self) -> Object:
         """Return the figures of a reply that has ended; durations are in ns."""
@@ -248,7 +248,7 @@ class OllamaWriter(BlockWriter):
 class GenerateWriter(OllamaWriter):
     """Writes a reply of /api/generate."""
 
-    def _said(self, text: str, kind: str) -> Object:
+    def _delta(self, text: str, kind: str) -> Object:
         if kind == "reasoning":
             return {"response": "", "thinking": text}
         return {"response": text}
@@ -257,7 +257,7 @@ class GenerateWriter(OllamaWriter):
         return {"response": text, **({"thinking": reasoning} if reasoning else {})}
 
 
-def _spoken(text: str) -> Object:
+def _assistant(text: str) -> Object:
     return {"role": "assistant", "content": text}
 
 
@@ -295,7 +295,7 @@ def add_ollama(app: FastAPI, service: Service) -> None:
         """The reply to a conversation, as ollama's API has it."""
         if not body.messages:
             target = await service.target(name_of(body.model))
-            return loaded(service.name_of(target), message=_spoken(""))
+            return loaded(service.name_of(target), message=_assistant(""))
         return await service.answer(as_body(ChatBody, body.chat()), request, OllamaWriter)
 
     @app.post("/api/generate", **documented("ollama_generate"))

@@ -80,38 +80,39 @@ class CompletionWriter(Writer):
         if part is None:
             return ""
         self._note_calls(reply.index, part.events)
-        if (part := self._unheard(reply.index, part)) is None:
+        if (part := self._unsent(reply.index, part)) is None:
             return ""
         parts = _single(part) if self._order.wishes.event_ids else [part]
-        return "".join(self._said(reply, one) for one in parts)
+        return "".join(self._chunks(reply, one) for one in parts)
 
-    def _said(self, reply: Reply, part: Part) -> str:
-        said, begin = "", None
+    def _chunks(self, reply: Reply, part: Part) -> str:
+        """Return the chunks of a part."""
+        chunks, begin = "", None
         if self._streamed[reply.index] is None:
             begin = {"seed": self._order.submits[reply.index].seed, **self._lowered(reply.index)}
-            said = self._first(reply.index, begin)
-            if said and self._order.wishes.event_ids:
+            chunks = self._first(reply.index, begin)
+            if chunks and self._order.wishes.event_ids:
                 self._streamed[reply.index] = StreamPlace()
-                said = self._with_id(said)
+                chunks = self._with_id(chunks)
         self._count(reply.index, part)
         tokens = part.tokens
         deltas = self._deltas(part.events) or ([""] if part.ended is None else [])
         for delta in deltas:
-            said += self._chunk(
-                self._choice(reply.index, delta, tokens, None), metrics=None if said else begin
+            chunks += self._chunk(
+                self._choice(reply.index, delta, tokens, None), metrics=None if chunks else begin
             )
             tokens = ()
         if part.ended is not None:
             reason = self._reason(reply.index, part.ended)
-            said += self._chunk(
+            chunks += self._chunk(
                 self._choice(reply.index, None, tokens, reason),
                 metrics=self._metrics(reply.index, part.ended),
             )
-        return self._with_id(said) if self._order.wishes.event_ids else said
+        return self._with_id(chunks) if self._order.wishes.event_ids else chunks
 
-    def _with_id(self, said: str) -> str:
+    def _with_id(self, chunks: str) -> str:
         """Return chunks, the last with the id of an event after which this much was streamed."""
-        return f"{said[:-1]}id: {event_id(self._order.name, self._streamed)}\n\n"
+        return f"{chunks[:-1]}id: {event_id(self._order.name, self._streamed)}\n\n"
 
     def _note_calls(self, index: int, events: Iterable[Event]) -> None:
         if any(isinstance(event, CallBegun) for event in events):
@@ -128,7 +129,7 @@ class CompletionWriter(Writer):
         """Whether a call is the reply's `function_call`, as before there were tools."""
         return self._order.reading is not None and self._order.reading.use.legacy
 
-    def _unheard(self, index: int, part: Part) -> Part | None:
+    def _unsent(self, index: int, part: Part) -> Part | None:
         """Return the part that a returning client lacks, or None."""
         if (has := self._has.get(index)) is None:
             return part
@@ -167,8 +168,8 @@ class CompletionWriter(Writer):
         """Return a chunk without text, if progress is requested."""
         if not self._order.progress or self._order.wishes.event_ids:
             return ""
-        told = compact(prompt_progress(read, since_s))[1:-1]
-        return f"{self._begin}{self._choice(index, '', (), None)}],{told}}}\n\n"
+        progress = compact(prompt_progress(read, since_s))[1:-1]
+        return f"{self._begin}{self._choice(index, '', (), None)}],{progress}}}\n\n"
 
     def last_lines(self) -> bytes:
         """Return the lines after the last reply."""
@@ -320,12 +321,12 @@ class ChatWriter(CompletionWriter):
         self, index: int, delta: str | None, tokens: Sequence[ShownToken], reason: str | None
     ) -> str:
         delta = "{}" if delta is None else delta or '{"content":""}'
-        said = (
+        logprobs = (
             json.dumps({"content": self._logprobs(tokens)})
             if self._order.logprobs is not None and tokens
             else "null"
         )
-        return f'{{"index":{index},"delta":{delta},"logprobs":{said},"finish_reason":{json.dumps(reason)}{self._extra(tokens)}}}'  # noqa: E501
+        return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{json.dumps(reason)}{self._extra(tokens)}}}'  # noqa: E501
 
     def _whole_choice(
         self, index: int, events: Sequence[Event], tokens: Sequence[ShownToken], reason: str
@@ -355,15 +356,15 @@ class ChatWriter(CompletionWriter):
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> list[dict[str, Any]]:
-        told = []
+        scored = []
         for shown in tokens:
             scores = shown.logprobs or TokenLogprobs(logprob=0.0)
             top = [
                 self._scored(token, logprob)
                 for token, logprob in scores.top[: self._order.logprobs]
             ]
-            told.append({**self._scored(shown.token, scores.logprob), "top_logprobs": top})
-        return told
+            scored.append({**self._scored(shown.token, scores.logprob), "top_logprobs": top})
+        return scored
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -394,12 +395,12 @@ class TextWriter(CompletionWriter):
     def _choice(
         self, index: int, delta: str | None, tokens: Sequence[ShownToken], reason: str | None
     ) -> str:
-        said = (
+        logprobs = (
             json.dumps(self._logprobs(tokens))
             if self._order.logprobs is not None and tokens
             else "null"
         )
-        return f'{{"index":{index},"text":{delta or EMPTY},"logprobs":{said},"finish_reason":{json.dumps(reason)}{self._extra(tokens)}}}'  # noqa: E501
+        return f'{{"index":{index},"text":{delta or EMPTY},"logprobs":{logprobs},"finish_reason":{json.dumps(reason)}{self._extra(tokens)}}}'  # noqa: E501
 
     def _whole_choice(
         self, index: int, events: Sequence[Event], tokens: Sequence[ShownToken], reason: str

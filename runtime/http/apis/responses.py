@@ -223,8 +223,8 @@ class ResponsesWriter(BlockWriter):
 
     def failed(self, error: ApiError) -> bytes:
         """Return the event of a response that failed."""
-        told = {"code": error.code or "server_error", "message": str(error)}
-        response = {**self._response("failed"), "error": told}
+        failure = {"code": error.code or "server_error", "message": str(error)}
+        response = {**self._response("failed"), "error": failure}
         return self._event("response.failed", response=response).encode()
 
     def whole(self) -> Object:

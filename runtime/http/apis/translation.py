@@ -1,6 +1,7 @@
 """Translates the bodies of other APIs into the bodies of completions."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,8 +34,12 @@ def _of_request(error: ValidationError) -> RequestValidationError:
 def unsupported(place: str, what: str, remedy: str) -> ApiError:
     """Return the error for a part of a request; `place` names it."""
     text = f"{place} {what}: {remedy}"
-    param = place.partition("[")[0].partition(".")[0]
-    return ApiError(400, text, param=param, code="unsupported_parameter")
+    return ApiError(400, text, param=_param(place), code="unsupported_parameter")
+
+
+def _param(place: str) -> str:
+    """Return the field that contains a place, such as messages for messages[0].content."""
+    return re.split(r"[.\[]", place, maxsplit=1)[0]
 
 
 def kind_of(part: Any, place: str, known: Sequence[str]) -> str:
@@ -49,7 +54,7 @@ def kind_of(part: Any, place: str, known: Sequence[str]) -> str:
 def text_of(part: Mapping[str, Any], name: str, place: str) -> str:
     """Return a string within an object; raise `ApiError` for another value."""
     if not isinstance(text := part.get(name), str):
-        raise ApiError(400, f"{place}.{name} is not a string", param=place.partition("[")[0])
+        raise ApiError(400, f"{place}.{name} is not a string", param=_param(place))
     return text
 
 
@@ -58,7 +63,8 @@ def texts_of(content: Any, place: str, kinds: Sequence[str] = ("text",)) -> list
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise ApiError(400, f"{place} is neither a string nor a list of parts", param="messages")
+        text = f"{place} is neither a string nor a list of parts"
+        raise ApiError(400, text, param=_param(place))
     found = []
     for index, part in enumerate(content):
         at = f"{place}[{index}]"
@@ -88,7 +94,9 @@ def arguments_of(text: str) -> dict[str, Any]:
         value = from_json(text, allow_inf_nan=False, allow_partial=True)
     except ValueError:
         value = None
-    return value if isinstance(value, dict) else {INVALID: text}
+    if isinstance(value, dict):
+        return value
+    return {INVALID: text} if text else {}
 
 
 def call(number: Any, name: Any, arguments: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ API (`apis/`)."""
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from dovetail.protocol.messages import PromptRead, Result
@@ -138,15 +139,10 @@ class Writer(ABC):
 class BlockWriter(Writer):
     """Writes one reply as a sequence of blocks."""
 
-    def __init__(
-        self,
-        order: Order,
-        target: RequestTarget,
-        model: str,
-        places: Sequence[StreamPlace | None] = (),
-    ) -> None:
-        super().__init__(order, target, model, places)
-        self._blocks = Blocks()
+    @cached_property
+    def _blocks(self) -> Blocks:
+        """The blocks so far."""
+        return Blocks()
 
     @property
     def _result(self) -> Result:

@@ -1,6 +1,6 @@
 """The state that the dashboard and `dovetail top` poll over HTTP. The coordinator is queried at
 most twice a second however many pages are open, and every few seconds while none is, so that the
-history is complete whenever somebody looks.
+history is complete.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Shown = Literal["full", "anonymous", "off"]
 
 EVERY_S = 1.0  # seconds between two requests of a page
 FRESH_S = 0.5  # seconds for which an answer is cached
-UNSEEN_S = 5.0  # seconds between two queries of the coordinator while nobody looks
+UNSEEN_S = 5.0  # seconds between two queries of the coordinator while no page is open
 MOST_LOOKS = 8  # the most messages read for one update; the next request reads the rest
 STATE_PATH = "/dashboard/state"
 

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Container, MutableMapping, Sequence
 from typing import Any
 
-from dovetail.runtime.http.errors import ApiError, shaped
+from dovetail.runtime.http.errors import OLLAMA, ApiError, shaped
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -30,9 +30,6 @@ ENCODINGS = (b"gzip", b"x-gzip", b"deflate")  # content encodings that are decom
 ANY_HEADER = 32 + zlib.MAX_WBITS  # zlib's `wbits` that accepts both gzip and zlib headers
 PLAIN = (b"", b"identity")
 ENCODED = (b"content-encoding", b"content-length")
-OLLAMA = "/api/"
-"""Paths whose bodies are JSON whatever their Content-Type, as in ollama's examples with `curl -d`;
-not of web pages, which could otherwise send them from any site without asking."""
 """Headers that no longer apply once a body is decompressed."""
 
 
@@ -70,6 +67,8 @@ class Guard:
         if scope["method"] == "HEAD":  # the server omits the body
             scope = {**scope, "method": "GET"}
         if scope["path"].startswith(OLLAMA) and b"origin" not in headers:
+            # Bodies are JSON whatever their Content-Type, as in ollama's examples with `curl -d`;
+            # those of web pages are not, since any site could send them without a preflight.
             others = [one for one in scope["headers"] if one[0] != b"content-type"]
             scope["headers"] = [*others, (b"content-type", b"application/json")]
         if (encoding := _encoding(headers)) not in PLAIN:
@@ -109,7 +108,7 @@ class Guard:
     def _key(self, headers: dict[bytes, bytes]) -> bytes | None:
         """Return the request's key if it is valid; compared with all keys in constant time."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":  # Anthropic's clients have a header of their own
+        if scheme.lower() != b"bearer":  # Anthropic's clients send x-api-key
             given = headers.get(b"x-api-key", b"")
         keys = [key.encode() for key in self._keys]
         equal = [key for key in keys if hmac.compare_digest(given.strip(), key)]

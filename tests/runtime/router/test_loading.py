@@ -17,7 +17,7 @@ class Machine:
         self.states = dict.fromkeys(sizes, "unloaded")
         self.broken: set[str] = set()
         self.now_s = 0.0
-        self.tell()
+        self.report()
 
     @property
     def room(self) -> int:
@@ -28,9 +28,9 @@ class Machine:
     def loaded(self) -> set[str]:
         return {name for name, state in self.states.items() if state == "loaded"}
 
-    def tell(self) -> None:
+    def report(self) -> None:
         reports = [Report(name, self.sizes[name], state) for name, state in self.states.items()]  # type: ignore[arg-type]
-        self.pool.told(reports, self.now_s)
+        self.pool.update(reports, self.now_s)
 
     def step(self, seconds: float = 1.0) -> None:
         self.now_s += seconds
@@ -44,7 +44,7 @@ class Machine:
                 steps = {"loaded": "unloading", "loading": "unloading"}
                 self.states[name] = steps.get(state, "unloaded")
         assert self.room >= 0 or len(self.loaded) < 2
-        self.tell()
+        self.report()
 
 
 class Client:
@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_loaded_is_tried_again_after_a_pause() -> None:
 
 def test_a_pool_that_finds_models_loaded_keeps_them() -> None:
     pool = Pool()
-    pool.told([Report("a", GB, "loaded", "http://x:1"), Report("b", GB, "unloaded")], 0.0)
+    pool.update([Report("a", GB, "loaded", "http://x:1"), Report("b", GB, "unloaded")], 0.0)
     pool.step(1.0, None)
     assert pool.wanted == ["a"]
 

@@ -40,7 +40,7 @@ class Mtp(HeadKind):
         return found and not any(name.startswith("layers.0.") for name in shapes)
 
     def fields(self, config: Any, shapes: Shapes, target: TargetShape) -> dict[str, Any]:
-        return {"normed": True}  # as in the only layout of a layer in a folder of its own
+        return {"normed": True}  # as in the only layout of a layer's own folder
 
     def body(self, parts: "HeadParts") -> "Body":
         import torch

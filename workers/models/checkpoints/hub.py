@@ -205,7 +205,7 @@ class Offer:
     name: str  # as other commands name it: the GGUF file is a part of it
     files: Mapping[str, int]  # the bytes of each file to fetch
     missing: int  # bytes that are not in the cache yet
-    licence: str  # its license as the hub has it; empty: none is stated
+    license: str  # its license as the hub has it; empty: none is stated
     cache: Path  # the folder of the cache
 
     @property
@@ -233,8 +233,8 @@ def find_offer(source: str) -> Offer:
     file = next(iter(files)) if all(map(is_gguf, files)) else ""
     name = f"{hosted.name}/{file}{revision}" if file else f"{hosted.name}{revision}"
     card = info.card_data.to_dict() if info.card_data is not None else {}
-    licence = str(card.get("license_name") or card.get("license") or "")
-    return Offer(name, files, missing, licence, Path(constants.HF_HUB_CACHE))
+    license = str(card.get("license_name") or card.get("license") or "")
+    return Offer(name, files, missing, license, Path(constants.HF_HUB_CACHE))
 
 
 def _files_of(hosted: Hosted, held: Mapping[str, int], tag: str) -> dict[str, int]:

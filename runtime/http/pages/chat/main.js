@@ -90,7 +90,7 @@ async function reply(parent, before) {
   } catch (error) {
     if (error.name === "AbortError") message.finish = "stopped";
     else if (error.status === 401) askForKey();
-    else message.error = error.status === undefined ? "The connection was lost. Retry asks again." : error.message;
+    else message.error = error.status === undefined ? "The connection was lost. Retry sends the request again." : error.message;
   }
   clearInterval(clock);
   clearInterval(looking);
@@ -207,7 +207,7 @@ async function keep(conversation) {
 
 function cannotKeep(error) {
   keeps = false;
-  find("kept").textContent = `This browser keeps nothing (${error.message}): export what you need before you close the page.`;
+  find("kept").textContent = `This browser cannot store conversations (${error.message}): export what you need before you close the page.`;
 }
 
 function begin() {

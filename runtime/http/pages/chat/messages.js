@@ -3,8 +3,8 @@
 import { element, fixed, number, span } from "../shared/build.js";
 import { copyButton, rendered } from "./markdown.js";
 
-const NAMES = { user: "You", assistant: "Model", tool: "Result of a tool" };
-const ENDS = { length: "ended at the longest length", stopped: "stopped", tool_calls: "calls a tool" };
+const NAMES = { user: "You", assistant: "Model", tool: "Tool result" };
+const ENDS = { length: "cut off at the maximum length", stopped: "stopped", tool_calls: "calls a tool" };
 
 /** A message; `actions` has `edit`, `retry`, `choose`; `place` is [its number, all that could stand there]. */
 export function messageView(message, { place, tokens, actions }) {
@@ -62,7 +62,7 @@ function callCard({ name, arguments: text }) {
   } catch {
     // still being written
   }
-  return element("div", { class: "call" }, element("h4", {}, `Call of ${name}`), element("pre", { tabindex: 0 }, shown), element("p", { class: "quiet" }, "This page runs no tools."));
+  return element("div", { class: "call" }, element("h4", {}, `Tool call: ${name}`), element("pre", { tabindex: 0 }, shown), element("p", { class: "quiet" }, "This page runs no tools."));
 }
 
 /** The line below a reply: its speed, and what the draft gained. */

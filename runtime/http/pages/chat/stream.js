@@ -14,9 +14,9 @@ export class Refused extends Error {
 /** What the server answers to a GET, as JSON. */
 export async function ask(path) {
   const answer = await fetch(path, { headers: access(), cache: "no-store" });
-  const said = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Refused(said.error?.message ?? `The server answered with status ${answer.status}.`, answer.status);
-  return said;
+  const value = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Refused(value.error?.message ?? `The server answered with status ${answer.status}.`, answer.status);
+  return value;
 }
 
 /** Fill a message with the reply to a request; `changed` is called after each part, with the new pieces of its text. */
@@ -29,8 +29,8 @@ export async function stream(body, message, signal, changed) {
     signal,
   });
   if (!answer.ok) {
-    const said = await answer.json().catch(() => ({}));
-    throw new Refused(said.error?.message ?? `The server answered with status ${answer.status}.`, answer.status);
+    const value = await answer.json().catch(() => ({}));
+    throw new Refused(value.error?.message ?? `The server answered with status ${answer.status}.`, answer.status);
   }
   const pieces = new Pieces();
   for await (const event of events(answer)) {

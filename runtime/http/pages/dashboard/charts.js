@@ -4,7 +4,7 @@ import { drawn, element } from "../shared/build.js";
 
 const WIDTH = 600;
 const HEIGHT = 100;
-const GAP_S = 12; // more than two of the server's samples while nobody looks
+const GAP_S = 12; // more than two of the server's samples while no page is open
 
 /** A curve: points are [seconds ago, value or null]; `top` is the value at the upper edge. A pause of the samples is a gap. */
 export function curve({ title, value, note, points, top, topWords, window, summary }) {

@@ -1,4 +1,4 @@
-// Polls the server as long as somebody looks, and reports when it does not answer, and what was restarted.
+// Polls the server while the page is visible, and reports when it does not answer, and what was restarted.
 
 import { access, accepted, askForKey, prepare } from "../shared/browser.js";
 import { element, find, forget } from "../shared/build.js";
