@@ -119,7 +119,7 @@ def test_a_family_is_found_by_a_round_trip_of_a_call(family: str, special: bool)
         ("{{ messages[0].content }}{{ tools }}", "no known format"),
         (TEMPLATES["hermes"].replace('"name": ', '"nom": '), 'format hermes: "<tool_call>'),
         (TEMPLATES["hermes"].replace("{{ tool | tojson }}", ""), "does not show tools"),
-        (TEMPLATES["phi"].replace("{% if m.tool_calls %}", "{% if m.calls %}"), "drops the tool"),
+        (TEMPLATES["phi"].replace("{% if m.tool_calls %}", "{% if m.calls %}"), "its tool calls"),
     ],
 )
 def test_a_template_without_calls_that_can_be_read_has_no_tools(template: str, why: str) -> None:

@@ -83,9 +83,10 @@ class CompletionWriter(Writer):
         if (part := self._unsent(reply.index, part)) is None:
             return ""
         parts = _single(part) if self._order.wishes.event_ids else [part]
-        return "".join(self._chunks_of(reply, one) for one in parts)
+        return "".join(self._chunks(reply, one) for one in parts)
 
-    def _chunks_of(self, reply: Reply, part: Part) -> str:
+    def _chunks(self, reply: Reply, part: Part) -> str:
+        """Return the chunks of a part."""
         chunks, begin = "", None
         if self._streamed[reply.index] is None:
             begin = {"seed": self._order.submits[reply.index].seed, **self._lowered(reply.index)}
