@@ -358,7 +358,10 @@ def test_named_chat_templates_are_not_the_default(folder: Path) -> None:
     words = "the model has several (rag, tool_use), none of which is named default"
     assert words in why_no_chats(template)
     (folder / "chat_template.jinja").write_text("c")
-    assert read_tokenizer(folder)[1].template == "c"
+    template = read_tokenizer(folder)[1].template
+    assert [
+        RENDERER.render(template, {"messages": [], **own}) for own in ({}, {"tools": [{}]})
+    ] == ["c", "b"]
 
 
 @pytest.mark.parametrize("given", [7, ["a"], [{"name": "default"}], {"default": 7}, True])
