@@ -49,7 +49,7 @@ class OllamaBody(Body):
         options["penalize_nl"] = options.pop("penalize_newline", None)
         if options.get("num_predict") == -2:  # until the context is full
             options["num_predict"] = -1
-        fields = {"model": name_of(self.model), "stream": self.stream is not False, **options}
+        fields = {**options, "model": name_of(self.model), "stream": self.stream is not False}
         if self.format:
             fields["response_format"] = _format(self.format)
         if isinstance(self.think, bool):
