@@ -241,7 +241,11 @@ def drafts(sampling: Sampling, size: int, scale: Scale = Scale(1.0, 1.0)) -> Ran
         1, [1, 2, 3], key=KEY, sampling=sampling, tree=TreeSettings(), vocabulary_size=size
     )
     return Ranking.begin(
-        order, most_tokens=size, score_calibration=ScoreCalibration(scale), device=CPU
+        order,
+        most_tokens=size,
+        score_calibration=ScoreCalibration(scale),
+        device=CPU,
+        constrained=None,
     )
 
 
