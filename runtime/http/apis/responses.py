@@ -87,8 +87,8 @@ class ResponsesBody(Body):
             "model": self.model,
             "messages": [*first, *_messages(self.input)],
             "tools": tools or None,
-            "tool_choice": _choice(self.tool_choice) if tools else None,
-            "parallel_tool_calls": self.parallel_tool_calls if tools else None,
+            "tool_choice": _choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
             "response_format": _format(self.text or {}),
             "max_completion_tokens": self.max_output_tokens,
@@ -187,10 +187,11 @@ def _choice(choice: str | Object | None) -> Any:
 def _format(text: Object) -> Object | None:
     """Return the response_format of a chat."""
     given = text.get("format")
-    if not isinstance(given, dict) or given.get("type") == "text":
+    if given is None:
         return None
-    if kind_of(given, "text.format", ("json_schema", "json_object")) == "json_object":
-        return {"type": "json_object"}
+    kind = kind_of(given, "text.format", ("text", "json_schema", "json_object"))
+    if kind != "json_schema":
+        return {"type": kind}
     names = ("name", "description", "schema", "strict")
     schema = {name: given[name] for name in names if given.get(name) is not None}
     return {"type": "json_schema", "json_schema": schema}

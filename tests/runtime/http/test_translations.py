@@ -131,13 +131,19 @@ def test_a_conversation_with_tools_becomes_the_same_chat_in_every_api() -> None:
         ({"input": "x", "conversation": "c"}, "conversation is not supported"),
         ({"input": "x", "truncation": "auto"}, "truncation is not supported: send disabled"),
         ({"input": "x", "tools": [{}]}, "tools.0. has no type"),
+        ({"input": "x", "text": {"format": "json_object"}}, "text.format has no type: send text"),
+        ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice has 'web_search'"),
     ],
 )
-def test_what_the_responses_api_would_need_state_for_is_refused(
-    fields: dict[str, Any], words: str
-) -> None:
+def test_what_the_responses_api_cannot_serve_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ApiError, match=words):
         ResponsesBody.model_validate(fields).chat()
+
+
+def test_a_choice_of_tools_is_kept_without_functions() -> None:
+    given = {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}
+    chat, _ = ResponsesBody.model_validate(given).chat()
+    assert (chat["tools"], chat["tool_choice"]) == (None, "required")
 
 
 def test_a_result_of_a_tool_needs_its_call() -> None:
