@@ -4,7 +4,7 @@ effect (`fields.py`).
 """
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -36,6 +36,7 @@ STOP_CHARACTERS = 1024
 MAX_CHOICE_TEXTS = 1000
 LARGEST_SEED = (1 << 63) - 1
 DEEPEST = 64  # nesting of values for a chat template: pydantic's serializer fails at 255
+V = TypeVar("V")
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Strings = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
@@ -54,9 +55,9 @@ def whole(value: Any, deep: int = 2) -> Any:
     return value
 
 
-def plain(values: dict[str, Any]) -> dict[str, Any]:
+def plain(values: V) -> V:
     """Return values that fit into UTF-8 JSON within `DEEPEST` levels; else raise `ValueError`."""
-    layer: list[Any] = [values]
+    layer: list[Any] = [values] if isinstance(values, dict | list) else []
     for _ in range(DEEPEST):
         parts = (one.values() if isinstance(one, dict) else one for one in layer)
         layer = [part for found in parts for part in found if isinstance(part, dict | list)]

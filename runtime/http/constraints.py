@@ -13,7 +13,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.grammar import WHITESPACE, GrammarVocabulary
 from dovetail.protocol.messages import MAX_RELAXED, Constraint, grammar_engine
 from dovetail.runtime.http.asked import RequestTarget
-from dovetail.runtime.http.bodies import Decoding
+from dovetail.runtime.http.bodies import Decoding, plain
 from dovetail.runtime.http.errors import ApiError
 
 COMPILERS = 2  # grammars that are compiled at a time
@@ -123,7 +123,7 @@ def _response_format(name: str, value: Mapping[str, Any], body: Decoding) -> Wan
 
 def _structured(name: str, value: Mapping[str, Any], body: Decoding) -> Wanted | None:
     """vLLM's since 0.12: one of several kinds, and the whitespace of JSON."""
-    given = {key: one for key, one in value.items() if one is not None and one is not False}
+    given = {k: one for k, one in value.items() if one is not None and (one or k not in SWITCHES)}
     space = _text(name, given.pop("whitespace_pattern", WHITESPACE))
     if given.pop("disable_any_whitespace", False):
         space = ""
@@ -157,6 +157,7 @@ def _schema(
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ApiError(400, f"{param} is not JSON: send the schema", param=param) from None
+        _check_plain(param, value)
     if space is None:
         space = body.guided_whitespace_pattern or WHITESPACE
 
@@ -175,6 +176,7 @@ def _choice(param: str, value: Any, _: Decoding) -> Wanted:
     texts = value if isinstance(value, list) else ()
     if not texts or not all(isinstance(one, str) for one in texts):
         raise ApiError(400, f"{param} must be a list of strings", param=param)
+    _check_plain(param, texts)
     return Wanted("choice", param, lambda: grammars.of_choice(texts))
 
 
@@ -183,12 +185,27 @@ def _grammar(param: str, value: Any, _: Decoding) -> Wanted:
     return Wanted("grammar", param, lambda: grammars.of_gbnf(text))
 
 
+def _check_plain(param: str, value: Any) -> None:
+    """Raise `ApiError` for a value that UTF-8 JSON cannot contain, such as a lone surrogate."""
+    try:
+        plain(value)
+    except ValueError as error:
+        raise ApiError(400, f"{param}: {error}", param=param) from None
+
+
 def _text(param: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ApiError(400, f"{param} must be a string", param=param)
     return value
 
 
+SWITCHES = frozenset(
+    {
+        *("json_object", "disable_any_whitespace", "disable_fallback"),
+        "disable_additional_properties",
+    }
+)
+"""Fields of `structured_outputs` that false turns off; elsewhere false is a schema."""
 Reader = Callable[[str, Any, Decoding], Wanted | None]
 STRUCTURED: Mapping[str, Reader] = {
     "json": _schema,

@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from dovetail.runtime.http.constraints import wanted
 from dovetail.runtime.http.errors import ApiError, complaint
 from dovetail.runtime.http.fields import BENIGN, INSTEAD, RENAMED, UNSERVED
 
@@ -107,8 +108,9 @@ def test_what_would_change_a_reply_and_is_not_done_is_refused_by_its_name(
 def test_what_asks_for_nothing_is_let_pass(kind: type[BaseModel], body: dict[str, Any]) -> None:
     for name, nothings in UNSERVED.items():
         for nothing in (None, *nothings):
-            kind.model_validate({**body, name: nothing})
-    kind.model_validate({**body, **dict.fromkeys(BENIGN, "x"), "unheard_of": None})
+            assert kind.model_validate({**body, name: nothing}) == kind.model_validate(body)
+    more = {**dict.fromkeys(BENIGN, "x"), "unheard_of": None}
+    assert kind.model_validate({**body, **more}) == kind.model_validate(body)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_a_window_of_penalties_is_refused_where_it_would_matter() -> None:
 
 
 def test_a_reply_may_be_sent_back_as_it_came() -> None:
-    said = {
+    reply = {
         "role": "assistant",
         "content": "x",
         "refusal": None,
@@ -200,7 +202,15 @@ def test_a_reply_may_be_sent_back_as_it_came() -> None:
         "reasoning_content": None,
         "name": "x",
     }
-    ChatBody.model_validate({"messages": [*CHAT["messages"], said, *CHAT["messages"]]})
+    body = ChatBody.model_validate({"messages": [*CHAT["messages"], reply, *CHAT["messages"]]})
+    message = body.messages[1]
+    assert (message.text, message.name, message.calls, message.thoughts) == ("x", "x", [], None)
+
+
+def test_a_choice_with_a_lone_surrogate_is_refused() -> None:
+    body = CompletionBody.model_validate({**TEXT, "guided_choice": ["\ud800"]})
+    with pytest.raises(ApiError, match="guided_choice: .* lone surrogates"):
+        wanted(body)
 
 
 def test_the_error_about_a_tool_s_name_says_what_a_name_is() -> None:
