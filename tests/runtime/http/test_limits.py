@@ -231,7 +231,7 @@ def test_a_request_that_does_not_arrive_is_cut_off(keyed: Api, begun: bytes) -> 
                 b"content-length", f"authorization: Bearer {KEY}\r\ncontent-length".encode()
             )
         )
-        closed(connection)
+        assert closed(connection) == b""
 
 
 def drip(connection: socket.socket) -> None:
