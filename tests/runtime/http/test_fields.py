@@ -108,7 +108,8 @@ def test_what_would_change_a_reply_and_is_not_done_is_refused_by_its_name(
 def test_what_asks_for_nothing_is_let_pass(kind: type[BaseModel], body: dict[str, Any]) -> None:
     for name, nothings in UNSERVED.items():
         for nothing in (None, *nothings):
-            assert kind.model_validate({**body, name: nothing}) == kind.model_validate(body)
+            found = kind.model_validate({**body, name: nothing}).model_dump(exclude={name})
+            assert found == kind.model_validate(body).model_dump(exclude={name}), name
     more = {**dict.fromkeys(BENIGN, "x"), "unheard_of": None}
     assert kind.model_validate({**body, **more}) == kind.model_validate(body)
 
@@ -209,7 +210,7 @@ def test_a_reply_may_be_sent_back_as_it_came() -> None:
 
 def test_a_choice_with_a_lone_surrogate_is_refused() -> None:
     body = CompletionBody.model_validate({**TEXT, "guided_choice": ["\ud800"]})
-    with pytest.raises(ApiError, match="guided_choice: .* lone surrogates"):
+    with pytest.raises(ApiError, match=r"guided_choice: .* lone surrogates"):
         wanted(body)
 
 
