@@ -1,8 +1,9 @@
 """The grammar of a reply that may or must call tools: thoughts, text and calls in one, in
-llguidance's Lark. Pure."""
+llguidance's Lark."""
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ LOOSER = {
     "gemma": "only names, types and enums are enforced in this model's format",
 }
 KIND, ANSWER = "tools", "answer"
+LATE_S = 10.0  # seconds for the schemas of all tools; that of one ends by its own limits
 QUOTE = '<|"|>'  # what begins and ends a string in Gemma's form
 
 
@@ -45,11 +47,15 @@ def constraint_of(
 ) -> Constraint:
     """Return the grammar of a reply. `thinking`: the prompt ends within thoughts. `answer`: the
     grammar of a reply without calls, after its thoughts. Raises `Refused`, and `RequestError` for
-    tools that are too many or too large."""
+    tools that are too many or too large, or take longer than `LATE_S`."""
     vocabulary = GrammarVocabulary.of(text.content, text.facts)
     written = _Grammar(support, text.table.special, answer=answer is not None)
     relaxed = [*answer.relaxed] if answer is not None else []
-    for tool in use.callable:
+    began_s = time.monotonic()
+    for done, tool in enumerate(use.callable):
+        if time.monotonic() - began_s >= LATE_S:
+            many = f"{done} of {len(use.callable)} tools were compiled within {LATE_S:g} s"
+            raise RequestError("constraint", f"{many}: send fewer tools, or simpler parameters")
         parameters, why = _followed(tool["function"], vocabulary)
         if why and tool["function"].get("strict"):
             raise Refused([*use.shown].index(tool), why)

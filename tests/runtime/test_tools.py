@@ -307,6 +307,13 @@ def test_a_grammar_allows_the_tools_of_the_choice_alone() -> None:
     assert blank == {'<tool_call>{"name":"now","arguments":{}}</tool_call>'}
 
 
+def test_tools_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail.runtime.tools.grammars.LATE_S", 0.0)
+    text = codec("hermes")
+    with pytest.raises(RequestError, match="0 of 2 tools were compiled within 0 s: send fewer"):
+        constraint_of(ToolUse(TOOLS, TOOLS), support_of(text), text, thinking=False)
+
+
 def tool(parameters: Any, *, strict: bool) -> dict[str, Any]:
     function = {"name": "odd", "parameters": parameters, "strict": strict}
     return {"type": "function", "function": function}
