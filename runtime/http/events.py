@@ -71,6 +71,23 @@ def without(events: Iterable[Event], characters: int) -> tuple[Event, ...]:
     return tuple(left)
 
 
+def joined(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Join consecutive texts of one kind."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        match last, event:
+            case (Text(before), Text(text)) if text:
+                found[-1] = Text(before + text)
+            case (Reasoning(before), Reasoning(text)):
+                found[-1] = Reasoning(before + text)
+            case (CallArguments(index, before), CallArguments(other, text)) if index == other:
+                found[-1] = CallArguments(index, before + text)
+            case _:
+                found.append(event)
+    return tuple(found)
+
+
 Kind = Literal["reasoning", "text", "call"]
 
 

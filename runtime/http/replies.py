@@ -16,7 +16,7 @@ from dovetail.protocol.messages import (
 from dovetail.runtime.http.asked import RequestTarget, Told
 from dovetail.runtime.http.decoding import ended_early
 from dovetail.runtime.http.errors import of_failure
-from dovetail.runtime.http.events import Event, Text
+from dovetail.runtime.http.events import Event, Reasoning, Text, joined
 from dovetail.runtime.http.orders import Order
 from dovetail.runtime.text.tokenizer import Detokenizer
 
@@ -105,6 +105,8 @@ class Reply:
         self.index = index
         self.result: Result | None = None
         self.completion_tokens = 0
+        self.reasoning_tokens = self._unread = 0
+        """The tokens up to the last one of the reasoning, and those read since the last event."""
         self._order, self._target = order, target
         self._submit = order.submits[index]
         self.prompt_tokens = len(self._submit.tokens or ())
@@ -193,8 +195,17 @@ class Reply:
         if cut and pieces:
             pieces[-1] = pieces[-1][: len(tokens[-1].text)]
         elif cut is False:
-            pieces.append(self._marked.flush())
-        return self._parser.feed("".join(pieces))
+            pieces[-1:] = ["".join((*pieces[-1:], self._marked.flush()))]
+        events: list[Event] = []
+        for piece in pieces:
+            found = self._parser.feed(piece)
+            self._unread += 1
+            if found:
+                thinks = isinstance(found[-1], Reasoning)
+                self.reasoning_tokens += self._unread if thinks else 0
+                self._unread = 0
+            events += found
+        return joined(events)
 
     def _echo(self) -> tuple[str, list[ShownToken]]:
         """Return the prompt, once, if it precedes the reply."""

@@ -5,7 +5,7 @@ It is fed letter by letter, so that the events do not depend on how the text arr
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dovetail.runtime.http.events import (
@@ -15,6 +15,7 @@ from dovetail.runtime.http.events import (
     Event,
     Reasoning,
     Text,
+    joined,
 )
 from dovetail.runtime.tools.calls import CallReader
 from dovetail.runtime.tools.formats import Format
@@ -70,7 +71,7 @@ class ReplyParser:
                 continue
             for one in found:
                 self._note(one, events, fed=calls is not None)
-        return _joined(events)
+        return joined(events)
 
     def end(self) -> tuple[Event, ...]:
         """Return the events after the last text."""
@@ -80,7 +81,7 @@ class ReplyParser:
                 self._note(one, events, fed=self._calls is not None)
         except UNREADABLE:
             self._unreadable(events)
-        return _joined(events)
+        return joined(events)
 
     def _pieces(self, text: str) -> Iterator[str]:
         """Yield a text letter by letter, or up to a possible marker while none is expected."""
@@ -159,20 +160,3 @@ class ReplyParser:
         elif calls is None or not calls.count:
             events.append(Text(held))
         self._parser = self._new()
-
-
-def _joined(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Join consecutive texts of one kind."""
-    found: list[Event] = []
-    for event in events:
-        last = found[-1] if found else None
-        match last, event:
-            case (Text(before), Text(text)) if text:
-                found[-1] = Text(before + text)
-            case (Reasoning(before), Reasoning(text)):
-                found[-1] = Reasoning(before + text)
-            case (CallArguments(index, before), CallArguments(other, text)) if index == other:
-                found[-1] = CallArguments(index, before + text)
-            case _:
-                found.append(event)
-    return tuple(found)

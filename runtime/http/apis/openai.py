@@ -254,6 +254,7 @@ class CompletionWriter(Writer):
         results = [reply.result for reply in self.replies if reply.result is not None]
         completion = sum(reply.completion_tokens for reply in self.replies)
         accepted = sum(result.accepted_tokens for result in results)
+        reasoning = sum(reply.reasoning_tokens for reply in self.replies)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": completion,
@@ -263,6 +264,7 @@ class CompletionWriter(Writer):
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(result.drafted_tokens for result in results)
                 - accepted,
+                **({"reasoning_tokens": reasoning} if reasoning else {}),
             },
         }
 

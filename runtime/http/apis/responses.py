@@ -240,7 +240,7 @@ class ResponsesWriter(BlockWriter):
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.replies[0].reasoning_tokens},
             "total_tokens": prompt + completion,
         }
         output = [self._item(block, "completed") for block in self._blocks.all]

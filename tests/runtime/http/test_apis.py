@@ -4,6 +4,7 @@ kind of event."""
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import openai
 import pytest
 
 from dovetail.protocol.arrays import Array
-from dovetail.protocol.messages import Described, Finished, VocabularyFacts
+from dovetail.protocol.messages import Described, Emitted, Finished, VocabularyFacts
 from dovetail.protocol.settings import SamplingSettings, TreeSettings
 from dovetail.runtime.http.apis.anthropic import MessagesWriter
 from dovetail.runtime.http.apis.ollama import OllamaWriter
@@ -30,12 +31,15 @@ from dovetail.runtime.http.events import (
     Event,
     Reasoning,
     Text,
+    joined,
     size,
     without,
 )
 from dovetail.runtime.http.orders import Defaults, chat_order
 from dovetail.runtime.http.replies import Part
 from dovetail.runtime.text.tokenizer import codec_of
+from dovetail.runtime.tools.conversation import Reading
+from dovetail.runtime.tools.formats import Format, Thoughts
 from support import golden
 from support.scripted import ScriptedTarget, continuation, tokenizer_bytes
 from support.site import scripted
@@ -431,6 +435,25 @@ def test_reasoning_text_and_calls_arrive_in_any_pieces(
         with answering(content, stream=stream) as url:
             got = read(url, stream=stream)
         assert got == ("I must look.", "Let me see.", calls, reason)
+
+
+@pytest.mark.parametrize("pieces", [1, 5])
+def test_the_tokens_of_reasoning_are_counted(target: RequestTarget, pieces: int) -> None:
+    body = ChatBody.model_validate({"messages": MESSAGES})
+    order = chat_order(body, target, Defaults(SamplingSettings(), TreeSettings()))
+    order = replace(order, reading=Reading(Format(Thoughts("w5", "w6"))))
+    writer, tokens = ChatWriter(order, target, MODEL), (5, 7, 8, 6, 9)
+    (reply,) = writer.replies
+    events: list[Event] = []
+    for at in range(0, len(tokens), pieces):
+        some = tokens[at : at + pieces]
+        text = "".join(f" w{token}" for token in some)
+        drafted = (False,) * len(some)
+        part = reply.hear(Emitted(epoch=0, request=1, tokens=some, text=text, drafted=drafted))
+        events += part.events if part is not None else ()
+    assert joined(events) == (Reasoning("w7 w8"), Text("w9"))
+    assert reply.reasoning_tokens == 3
+    assert writer.usage()["completion_tokens_details"]["reasoning_tokens"] == 3
 
 
 def test_events_without_their_beginning_are_the_rest() -> None:
