@@ -158,6 +158,11 @@ class Blocks:
         yield Change("more", self._open, text)
 
 
+def all_text(blocks: Iterable[Block], kind: Kind) -> str:
+    """Return the texts of all blocks of a kind."""
+    return "".join(block.text for block in blocks if block.kind == kind)
+
+
 def blocks_of(events: Iterable[Event]) -> list[Block]:
     """Return the blocks of a whole reply."""
     blocks = Blocks()

@@ -15,7 +15,7 @@ from dovetail.runtime.http.apis.writers import BlockWriter, compact
 from dovetail.runtime.http.asked import RequestTarget
 from dovetail.runtime.http.bodies import Body, ChatBody, CompletionBody
 from dovetail.runtime.http.errors import OLLAMA, ApiError, shaped
-from dovetail.runtime.http.events import Change
+from dovetail.runtime.http.events import Block, Change, all_text
 from dovetail.runtime.http.service import Service, json_response
 
 VERSION = "0.14.0"  # of the API that is served, since clients refuse servers that are too old
@@ -188,18 +188,16 @@ class OllamaWriter(BlockWriter):
 
     def whole(self) -> Object:
         """Return the reply in one piece."""
-        texts = {
-            kind: "".join(block.text for block in self._blocks.all if block.kind == kind)
-            for kind in ("text", "reasoning")
-        }
-        return {**self._about(), **self._all(texts["text"], texts["reasoning"]), **self._end()}
+        blocks = self._blocks.all
+        own = self._all(all_text(blocks, "text"), all_text(blocks, "reasoning"))
+        return {**self._about(), **own, **self._end()}
 
     def _change(self, change: Change) -> str:
         block = change.block
         if change.what == "more" and block.call is None:
             return self._line(self._delta(change.text, block.kind))
         if change.what == "end" and block.call is not None:
-            return self._line({"message": {**_assistant(""), "tool_calls": [_call(change)]}})
+            return self._line({"message": {**_assistant(""), "tool_calls": [_call(block)]}})
         return ""
 
     def _ended(self) -> str:
@@ -220,9 +218,7 @@ class OllamaWriter(BlockWriter):
 
     def _all(self, text: str, reasoning: str) -> Object:
         """Return a whole reply."""
-        calls = [
-            _call(Change("end", block)) for block in self._blocks.all if block.call is not None
-        ]
+        calls = [_call(block) for block in self._blocks.all if block.call is not None]
         thinking = {"thinking": reasoning} if reasoning else {}
         called = {"tool_calls": calls} if calls else {}
         return {"message": {**_assistant(text), **thinking, **called}}
@@ -261,34 +257,25 @@ def _assistant(text: str) -> Object:
     return {"role": "assistant", "content": text}
 
 
-def _call(change: Change) -> Object:
+def _call(block: Block) -> Object:
     """Return a call; its arguments are an object."""
-    begun = change.block.call
+    begun = block.call
     assert begun is not None
-    given = {"index": begun.index, "name": begun.name, "arguments": arguments_of(change.block.text)}
+    given = {"index": begun.index, "name": begun.name, "arguments": arguments_of(block.text)}
     return {"id": begun.id, "function": given}
 
 
 def add_ollama(app: FastAPI, service: Service) -> None:
     """Add the routes of ollama's API."""
-    began = datetime.fromtimestamp(service.began, UTC).isoformat()
+    _add_replies(app, service)
+    _add_models(app, service)
 
+
+def _add_replies(app: FastAPI, service: Service) -> None:
     def loaded(model: str, **reply: Any) -> Response:
         """Answer a request without a prompt, with which clients load a model."""
         about = {"model": model, "created_at": datetime.now(UTC).isoformat(), **reply}
         return json_response({**about, "done": True, "done_reason": "load"})
-
-    async def listed() -> Object:
-        target = await service.target()
-        name = service.name_of(target)
-        return {
-            "name": name,
-            "model": name,
-            "modified_at": began,
-            "size": 0,
-            "digest": target.described.fingerprint,
-            "details": _details(target),
-        }
 
     @app.post("/api/chat", **documented("ollama_chat"))
     async def chat(body: OllamaChatBody, request: Request) -> Response:
@@ -305,6 +292,22 @@ def add_ollama(app: FastAPI, service: Service) -> None:
         if not body.prompt:
             return loaded(service.name_of(target), response="")
         return await service.answer(body.completion(target), request, GenerateWriter)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    began = datetime.fromtimestamp(service.began, UTC).isoformat()
+
+    async def listed() -> Object:
+        target = await service.target()
+        name = service.name_of(target)
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": began,
+            "size": 0,
+            "digest": target.described.fingerprint,
+            "details": _details(target),
+        }
 
     @app.get("/api/tags", **documented("ollama_tags"))
     async def tags() -> Response:

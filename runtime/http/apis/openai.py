@@ -18,6 +18,7 @@ from dovetail.runtime.http.events import (
     Event,
     Reasoning,
     Text,
+    all_text,
     blocks_of,
     size,
     without,
@@ -339,18 +340,15 @@ class ChatWriter(CompletionWriter):
             else None
         )
         blocks = blocks_of(events)
-        texts = {
-            kind: "".join(block.text for block in blocks if block.kind == kind)
-            for kind in ("text", "reasoning")
-        }
+        text, reasoning = all_text(blocks, "text"), all_text(blocks, "reasoning")
         calls = [_call(block.call, block.text) for block in blocks if block.call is not None]
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": texts["text"] or (None if calls else ""),
+            "content": text or (None if calls else ""),
             "refusal": None,
         }
-        if texts["reasoning"]:
-            message |= _reasoning(texts["reasoning"])
+        if reasoning:
+            message |= _reasoning(reasoning)
         if calls and self._legacy:
             message["function_call"] = calls[0]["function"]
         elif calls:

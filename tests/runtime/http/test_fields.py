@@ -194,7 +194,7 @@ def test_a_window_of_penalties_is_refused_where_it_would_matter() -> None:
 
 
 def test_a_reply_may_be_sent_back_as_it_came() -> None:
-    reply = {
+    reply: dict[str, Any] = {
         "role": "assistant",
         "content": "x",
         "refusal": None,
