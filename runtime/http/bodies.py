@@ -3,13 +3,10 @@ requests to the coordinator. Unsupported and unknown fields are refused, unless 
 effect (`fields.py`).
 """
 
-import json
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     field_validator,
@@ -27,7 +24,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import MAX_BIASES
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.fields import BENIGN, check_fields, renamed
+from dovetail.runtime.http.fields import Body, plain, renamed
 
 MAX_CHOICES = 128  # replies to one request: prompts times n
 MAX_TOOLS, MAX_CALLS = 1024, 256
@@ -35,8 +32,6 @@ LONGEST_KIND = 40  # characters of an unknown type that an error shows
 STOP_CHARACTERS = 1024
 MAX_CHOICE_TEXTS = 1000
 LARGEST_SEED = (1 << 63) - 1
-DEEPEST = 64  # nesting of values for a chat template: pydantic's serializer fails at 255
-V = TypeVar("V")
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Strings = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
@@ -44,64 +39,6 @@ TokenLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_l
 Length = Annotated[int, Field(ge=-1, le=(1 << 63) - 1)]
 """Tokens of a reply; -1: as many as fit into the context."""
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
-
-
-def whole(value: Any, deep: int = 2) -> Any:
-    """Convert integral floats (some clients send 10.0) to int, also in lists and lists of lists."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if deep and isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
-        return [whole(one, deep - 1) for one in value]
-    return value
-
-
-def plain(values: V) -> V:
-    """Return values that fit into UTF-8 JSON within `DEEPEST` levels; else raise `ValueError`."""
-    layer: list[Any] = [values] if isinstance(values, dict | list) else []
-    for _ in range(DEEPEST):
-        parts = (one.values() if isinstance(one, dict) else one for one in layer)
-        layer = [part for found in parts for part in found if isinstance(part, dict | list)]
-    if layer:
-        raise ValueError(f"nested more than {DEEPEST} levels deep")
-    try:
-        json.dumps(values, allow_nan=False, ensure_ascii=False).encode()
-    except ValueError:  # includes UnicodeEncodeError
-        text = "NaN, Infinity and lone surrogates are not valid JSON in UTF-8"
-        raise ValueError(text) from None
-    return values
-
-
-class Body(BaseModel):
-    """A body. Fields without effect are accepted, though the API document does not list them."""
-
-    model_config = ConfigDict(
-        strict=True,
-        extra="ignore",
-        allow_inf_nan=False,
-        json_schema_extra={"additionalProperties": False},
-    )
-    place: ClassVar[str] = ""  # the field whose value it is
-    benign: ClassVar[frozenset[str]] = BENIGN
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        body = cls._named(body)
-        if cls._is_read(body):
-            check_fields(body, cls.model_fields, benign=cls.benign, param=cls.place)
-        return {name: whole(value) for name, value in body.items()}
-
-    @classmethod
-    def _named(cls, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields under our names."""
-        return body
-
-    @classmethod
-    def _is_read(cls, _body: dict[str, Any]) -> bool:
-        """True if unknown fields are the first error to report."""
-        return True
 
 
 class StreamOptions(Body):

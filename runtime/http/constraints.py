@@ -13,8 +13,9 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.grammar import WHITESPACE, GrammarVocabulary
 from dovetail.protocol.messages import MAX_RELAXED, Constraint, grammar_engine
 from dovetail.runtime.http.asked import RequestTarget
-from dovetail.runtime.http.bodies import Decoding, plain
+from dovetail.runtime.http.bodies import Decoding
 from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.fields import plain
 
 COMPILERS = 2  # grammars that are compiled at a time
 LATE_S = 2.0  # seconds after which a grammar is refused; its compilation ends by its own limits

@@ -1,13 +1,20 @@
-"""Fields of other servers that are unsupported here: those with values that have no effect, and
-those that never have one. From the references of OpenAI's API, vLLM, llama-server, SGLang, TGI and
-their routers. Fields in neither table are refused as unknown, as by OpenAI: the name may be
-misspelt, or the field may change the output."""
+"""What all bodies have in common: which fields they refuse.
 
+The tables have fields of other servers that are unsupported here: those with values that have no
+effect, and those that never have one. From the references of OpenAI's API, vLLM, llama-server,
+SGLang, TGI and their routers. Fields in neither table are refused as unknown, as by OpenAI: the
+name may be misspelt, or the field may change the output."""
+
+import json
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from dovetail.runtime.http.errors import ApiError
 
+DEEPEST = 64  # nesting of values for a chat template: pydantic's serializer fails at 255
+V = TypeVar("V")
 UNSERVED: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's
     "tools": ([],),
@@ -168,3 +175,61 @@ def check_fields(
 def _remedy(name: str, param: str, otherwise: str) -> str:
     """Return what to send instead of a field, or of one within the field `param`."""
     return f"send {INSTEAD[name]}" if name in INSTEAD and not param else otherwise
+
+
+def whole(value: Any, deep: int = 2) -> Any:
+    """Convert integral floats (some clients send 10.0) to int, also in lists and lists of lists."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if deep and isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [whole(one, deep - 1) for one in value]
+    return value
+
+
+def plain(values: V) -> V:
+    """Return values that fit into UTF-8 JSON within `DEEPEST` levels; else raise `ValueError`."""
+    layer: list[Any] = [values] if isinstance(values, dict | list) else []
+    for _ in range(DEEPEST):
+        parts = (one.values() if isinstance(one, dict) else one for one in layer)
+        layer = [part for found in parts for part in found if isinstance(part, dict | list)]
+    if layer:
+        raise ValueError(f"nested more than {DEEPEST} levels deep")
+    try:
+        json.dumps(values, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:  # includes UnicodeEncodeError
+        text = "NaN, Infinity and lone surrogates are not valid JSON in UTF-8"
+        raise ValueError(text) from None
+    return values
+
+
+class Body(BaseModel):
+    """A body. Fields without effect are accepted, though the API document does not list them."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": False},
+    )
+    place: ClassVar[str] = ""  # the field whose value it is
+    benign: ClassVar[frozenset[str]] = BENIGN
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        body = cls._named(body)
+        if cls._is_read(body):
+            check_fields(body, cls.model_fields, benign=cls.benign, param=cls.place)
+        return {name: whole(value) for name, value in body.items()}
+
+    @classmethod
+    def _named(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields under our names."""
+        return body
+
+    @classmethod
+    def _is_read(cls, _body: dict[str, Any]) -> bool:
+        """True if unknown fields are the first error to report."""
+        return True

@@ -21,9 +21,10 @@ from dovetail.runtime.http.apis.translation import (
     unsupported,
 )
 from dovetail.runtime.http.apis.writers import BlockWriter, typed
-from dovetail.runtime.http.bodies import Body, ChatBody, ReplyLength, Stop
+from dovetail.runtime.http.bodies import ChatBody, ReplyLength, Stop
 from dovetail.runtime.http.errors import ANTHROPIC, ApiError, shaped
 from dovetail.runtime.http.events import Block, Change
+from dovetail.runtime.http.fields import Body
 from dovetail.runtime.http.service import Service, json_response
 
 BILLING = "x-anthropic-billing-header:"

@@ -13,9 +13,10 @@ from dovetail.runtime.http.apis.documents import documented
 from dovetail.runtime.http.apis.translation import arguments_of, as_body, call, unsupported
 from dovetail.runtime.http.apis.writers import BlockWriter, compact
 from dovetail.runtime.http.asked import RequestTarget
-from dovetail.runtime.http.bodies import Body, ChatBody, CompletionBody
+from dovetail.runtime.http.bodies import ChatBody, CompletionBody
 from dovetail.runtime.http.errors import OLLAMA, ApiError, shaped
 from dovetail.runtime.http.events import Block, Change, all_text
+from dovetail.runtime.http.fields import Body
 from dovetail.runtime.http.service import Service, json_response
 
 VERSION = "0.14.0"  # of the API that is served, since clients refuse servers that are too old

@@ -22,9 +22,10 @@ from dovetail.runtime.http.apis.translation import (
 )
 from dovetail.runtime.http.apis.writers import BlockWriter, typed
 from dovetail.runtime.http.asked import RequestTarget
-from dovetail.runtime.http.bodies import Body, ChatBody, ReplyLength
+from dovetail.runtime.http.bodies import ChatBody, ReplyLength
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.events import Block, Change
+from dovetail.runtime.http.fields import Body
 from dovetail.runtime.http.orders import Order
 from dovetail.runtime.http.resuming import StreamPlace
 from dovetail.runtime.http.service import Service

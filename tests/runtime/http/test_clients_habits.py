@@ -21,8 +21,8 @@ from dovetail.launch.files.deployment.containers import READY
 from dovetail.protocol.messages import Emitted, Failed
 from dovetail.protocol.settings import HttpSettings
 from dovetail.runtime.http import service
-from dovetail.runtime.http.bodies import DEEPEST
 from dovetail.runtime.http.decoding import Run
+from dovetail.runtime.http.fields import DEEPEST
 from dovetail.runtime.http.service import Answer
 from dovetail.runtime.http.serving.guard import Refused, Unpacking
 from support.patience import PATIENCE_S
