@@ -124,7 +124,9 @@ def _response_format(name: str, value: Mapping[str, Any], body: Decoding) -> Wan
 
 def _structured(name: str, value: Mapping[str, Any], body: Decoding) -> Wanted | None:
     """vLLM's since 0.12: one of several kinds, and the whitespace of JSON."""
-    given = {k: one for k, one in value.items() if one is not None and (one or k not in SWITCHES)}
+    given = {key: one for key, one in value.items() if one is not None}
+    if given.get("json_object") is False:
+        del given["json_object"]
     space = _text(name, given.pop("whitespace_pattern", WHITESPACE))
     if given.pop("disable_any_whitespace", False):
         space = ""
@@ -200,13 +202,6 @@ def _text(param: str, value: Any) -> str:
     return value
 
 
-SWITCHES = frozenset(
-    {
-        *("json_object", "disable_any_whitespace", "disable_fallback"),
-        "disable_additional_properties",
-    }
-)
-"""Fields of `structured_outputs` that false turns off; elsewhere false is a schema."""
 Reader = Callable[[str, Any, Decoding], Wanted | None]
 STRUCTURED: Mapping[str, Reader] = {
     "json": _schema,

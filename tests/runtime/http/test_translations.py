@@ -32,7 +32,7 @@ SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "read", "description": "d", "parameters": SCHEMA}}
 
 
-def test_a_conversation_with_tools_becomes_the_same_chat_in_every_api() -> None:
+def test_a_conversation_of_anthropic_s_api_becomes_a_chat() -> None:
     messages = CountBody.model_validate(
         {
             "messages": [
@@ -65,6 +65,9 @@ def test_a_conversation_with_tools_becomes_the_same_chat_in_every_api() -> None:
     assert messages["messages"] == HISTORY
     assert messages["tools"] == [TOOL]
     assert (messages["tool_choice"], messages["parallel_tool_calls"]) == ("required", False)
+
+
+def test_a_conversation_of_the_responses_api_becomes_a_chat() -> None:
     responses, left_out = ResponsesBody.model_validate(
         {
             "input": [
@@ -100,6 +103,9 @@ def test_a_conversation_with_tools_becomes_the_same_chat_in_every_api() -> None:
     assert responses["tools"] == [TOOL, {"type": "function", "function": {"name": "n__f"}}]
     assert left_out == ["web_search"]
     assert responses["tool_choice"] == {"type": "function", "function": {"name": "read"}}
+
+
+def test_a_conversation_of_ollama_s_api_becomes_a_chat() -> None:
     function = {"name": "read", "arguments": {"path": "x"}}
     chat = OllamaChatBody.model_validate(
         {
