@@ -35,8 +35,9 @@ QUESTION = "Describe a person: name, age, city, and five things that the person 
 @click.argument("more", nargs=-1)
 def masks(file: str, tokens: int, runs: int, more: tuple[str, ...]) -> None:
     """Measure completions with FILE (default: the embedded target) without a draft: free, and under
-    a grammar that allows every text, in alternation; the difference is the cost of masks. Then tau with the draft, free and under a JSON schema. MORE are further options
-    of `dovetail serve`, behind `--`.
+    a grammar that allows every text, in alternation; the difference is the cost of masks. Then
+    measure tau with the draft, free and under a JSON schema. MORE are further options of `dovetail
+    serve`, behind `--`.
     """
     command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "serve"]
     command += [*([file] if file else []), *more]
