@@ -107,8 +107,7 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
     except LocalEntryNotFoundError:
         return None
     except (HFValidationError, OSError) as error:
-        text = f"{source} is neither a folder nor the id of a model ({reason(error)})"
-        raise CheckpointError(f"{text}; check the name") from None
+        raise _misnamed(source, error) from None
     if hosted.file:
         there = all((folder / part).is_file() for part in wanted)
         return view.local_folder(folder / hosted.file) if there else None
@@ -147,7 +146,7 @@ def _hosted(source: str) -> Hosted:
 def _info(source: str, *, sizes: bool = False) -> Any:
     """Return the hub's description of a model; `CheckpointError` without an answer."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     hosted = _hosted(source)
     try:
@@ -158,6 +157,8 @@ def _info(source: str, *, sizes: bool = False) -> Any:
         raise _unreachable(source, "HF_HUB_OFFLINE is set") from None
     except HfHubHTTPError as error:  # also for a missing repository or revision
         raise _refused(source, error) from None
+    except HFValidationError as error:
+        raise _misnamed(source, error) from None
     except Exception as error:  # the client's own errors are of one library or another
         raise _unreachable(source, reason(error)) from None
 
@@ -285,6 +286,11 @@ class Cached:
     files: tuple[str, ...]  # its GGUF models
     folder: Path  # the latest snapshot
 
+    @property
+    def complete(self) -> bool:
+        """Whether the files of a model that is no GGUF file are all there."""
+        return _is_complete(self.folder, HUB_FILES)
+
 
 def cached_models() -> list[Cached]:
     """Return the models in the Hugging Face cache."""
@@ -352,6 +358,11 @@ def _unreachable(source: str, why: str) -> CheckpointError:
     why = f"cannot be reached ({ERRNO.sub('', why)})"
     command = _hosted(source).command()
     return _absent(source, f"{why}: check the name, or run `{command}` while connected")
+
+
+def _misnamed(source: str, error: Exception) -> CheckpointError:
+    text = f"{source} is neither a folder nor the id of a model ({reason(error)})"
+    return CheckpointError(f"{text}; check the name")
 
 
 def _refused(source: str, error: Exception) -> CheckpointError:
