@@ -97,9 +97,8 @@ class Poster:
 
     def _responses(self, path: str, body: Body, options: Any) -> Reply:
         if not body["stream"]:
-            return _of_response(
-                self._openai.post(path, body=body, options=options, cast_to=Response)
-            )
+            whole = self._openai.post(path, body=body, options=options, cast_to=Response)
+            return _of_response(whole)
         stream = self._openai.post(
             path,
             body=body,
