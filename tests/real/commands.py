@@ -21,6 +21,7 @@ from dovetail.workers.models.checkpoints.footprint import CACHED_ROWS
 from real.caches import cache_command
 from real.drafts import drafts
 from real.groups import group, table_row
+from real.masks import masks
 from real.models import MODELS, fetch
 from real.prompts import prompts
 from real.quota import quota
@@ -37,6 +38,7 @@ def main() -> None:
 
 main.add_command(cache_command)
 main.add_command(drafts)
+main.add_command(masks)
 main.add_command(prompts)
 main.add_command(quota)
 main.add_command(serve)
