@@ -51,11 +51,11 @@ def command(folders: tuple[Path, ...], drafts: bool, as_json: bool) -> None:
 
 
 def _in_cache() -> Iterator[Found]:
-    from dovetail.workers.models.checkpoints.hub import cached_models
+    from dovetail.workers.models.checkpoints.hub import cached_models, is_complete
 
     for one in cached_models():
         if not one.files:
-            yield Found(one.name, one.size, one.complete)
+            yield Found(one.name, one.size, is_complete(one.folder))
         for file in one.files:
             parts = parts_of(one.folder / file)
             complete = all(part.is_file() for part in parts)

@@ -126,7 +126,7 @@ def test_a_model_whose_download_was_interrupted_is_listed_as_incomplete(
     ("arguments", "words"),
     [
         (("pull", "owner/absent"), "owner/absent is not a folder here and not in the Hugging Face"),
-        (("pull", "ü/ü"), "ü/ü is neither a folder nor the id of a model (Repo id must use"),
+        (("pull", "ü/ü"), "the hub does not provide it (Repo id must use alphanumeric"),
         (("pull", "owner/pickled"), "has neither *.safetensors nor GGUF files on the hub"),
         (("rm", "owner/demo"), "owner/demo is not in the Hugging Face cache: `dovetail list`"),
         (("list", "/absent"), "/absent does not exist"),

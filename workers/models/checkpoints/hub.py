@@ -107,12 +107,13 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
     except LocalEntryNotFoundError:
         return None
     except (HFValidationError, OSError) as error:
-        raise _misnamed(source, error) from None
+        text = f"{source} is neither a folder nor the id of a model ({reason(error)})"
+        raise CheckpointError(f"{text}; check the name") from None
     if hosted.file:
         there = all((folder / part).is_file() for part in wanted)
         return view.local_folder(folder / hosted.file) if there else None
     plain = any(folder.glob("*.safetensors")) or not any(folder.glob("*.gguf"))
-    return view.local_folder(folder) if _is_complete(folder, files) or not plain else None
+    return view.local_folder(folder) if is_complete(folder, files) or not plain else None
 
 
 def cached_folders() -> list[Path]:
@@ -122,7 +123,8 @@ def cached_folders() -> list[Path]:
     return sorted(Path(constants.HF_HUB_CACHE).glob("models--*/snapshots/*"))
 
 
-def _is_complete(folder: Path, files: Sequence[str]) -> bool:
+def is_complete(folder: Path, files: Sequence[str] = HUB_FILES) -> bool:
+    """Return whether the files of a model that is no GGUF file are all in a folder."""
     if not (folder / "config.json").is_file():
         return False
     if (index := folder / "model.safetensors.index.json").is_file():
@@ -155,10 +157,8 @@ def _info(source: str, *, sizes: bool = False) -> Any:
         )
     except OfflineModeIsEnabled:
         raise _unreachable(source, "HF_HUB_OFFLINE is set") from None
-    except HfHubHTTPError as error:  # also for a missing repository or revision
+    except (HfHubHTTPError, HFValidationError) as error:  # also for a missing revision
         raise _refused(source, error) from None
-    except HFValidationError as error:
-        raise _misnamed(source, error) from None
     except Exception as error:  # the client's own errors are of one library or another
         raise _unreachable(source, reason(error)) from None
 
@@ -273,8 +273,7 @@ def _files_of(hosted: Hosted, held: Mapping[str, int], tag: str) -> dict[str, in
 
 def download(offer: Offer) -> None:
     """Download a model's files into the cache, continuing an earlier download."""
-    hosted = _hosted(offer.name)
-    _fetch(offer.name, hosted, [*offer.files])
+    _fetch(offer.name, _hosted(offer.name), [*offer.files])
 
 
 @dataclass(frozen=True)
@@ -285,11 +284,6 @@ class Cached:
     size: int
     files: tuple[str, ...]  # its GGUF models
     folder: Path  # the latest snapshot
-
-    @property
-    def complete(self) -> bool:
-        """Whether the files of a model that is no GGUF file are all there."""
-        return _is_complete(self.folder, HUB_FILES)
 
 
 def cached_models() -> list[Cached]:
@@ -358,11 +352,6 @@ def _unreachable(source: str, why: str) -> CheckpointError:
     why = f"cannot be reached ({ERRNO.sub('', why)})"
     command = _hosted(source).command()
     return _absent(source, f"{why}: check the name, or run `{command}` while connected")
-
-
-def _misnamed(source: str, error: Exception) -> CheckpointError:
-    text = f"{source} is neither a folder nor the id of a model ({reason(error)})"
-    return CheckpointError(f"{text}; check the name")
 
 
 def _refused(source: str, error: Exception) -> CheckpointError:
