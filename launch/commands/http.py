@@ -160,7 +160,8 @@ def _template_values(settings: HttpSettings) -> Mapping[str, Any]:
     return values
 
 
-def _aliases(text: str) -> Aliases:
+def aliases_of(text: str) -> Aliases:
+    """Return `http.aliases`; `SettingsError` if it is malformed."""
     try:
         return Aliases.read(text)
     except ValueError as error:
@@ -185,7 +186,7 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
         called=call_model,
         version=installed_version(),
         keys=keys,
-        aliases=_aliases(settings.http.aliases),
+        aliases=aliases_of(settings.http.aliases),
         deadline_s=settings.http.deadline_s,
         most_body_bytes=byte_count(settings.http.body),
         only_local_names=not keys,

@@ -22,6 +22,7 @@ class Found:
 
     model: str  # as other commands name it
     size: int
+    complete: bool = True  # False if its download was interrupted
     drafts: list[str] | None = None  # those on this machine that fit; None: not looked for
     why: str = ""  # why it cannot be a target
 
@@ -42,7 +43,7 @@ def command(folders: tuple[Path, ...], drafts: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"models": [asdict(one) for one in found]}))
     elif found:
-        rows = [[one.model, f"{one.size / 1e9:.3g} GB", _drafts(one)] for one in found]
+        rows = [[one.model, _amount(one), _drafts(one)] for one in found]
         columns = ["model", "size", *(["drafts that fit"] if drafts else [])]
         print_table(columns, [row[: len(columns)] for row in rows])
     else:
@@ -50,14 +51,15 @@ def command(folders: tuple[Path, ...], drafts: bool, as_json: bool) -> None:
 
 
 def _in_cache() -> Iterator[Found]:
-    from dovetail.workers.models.checkpoints.hub import cached_models
+    from dovetail.workers.models.checkpoints.hub import cached_models, is_complete
 
     for one in cached_models():
         if not one.files:
-            yield Found(one.name, one.size)
+            yield Found(one.name, one.size, is_complete(one.folder))
         for file in one.files:
             parts = parts_of(one.folder / file)
-            yield Found(f"{one.name}/{file}", sum(map(_size, parts)))
+            complete = all(part.is_file() for part in parts)
+            yield Found(f"{one.name}/{file}", sum(map(_size, parts)), complete)
 
 
 def _in_folders(folders: tuple[Path, ...]) -> Iterator[Found]:
@@ -71,6 +73,10 @@ def _in_folders(folders: tuple[Path, ...]) -> Iterator[Found]:
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.is_file() else 0
+
+
+def _amount(one: Found) -> str:
+    return f"{one.size / 1e9:.3g} GB{'' if one.complete else ', incomplete'}"
 
 
 def _find_drafts(one: Found) -> None:

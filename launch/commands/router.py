@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import click
 import uvloop
 
-from dovetail.launch.commands.http import connections_of, url_of
+from dovetail.launch.commands.http import aliases_of, connections_of, url_of
 from dovetail.launch.console.help import EXISTING_FILE, HelpCommand, parent_option
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.processes.child import claim_stdout, handle_signals, name_process
@@ -24,7 +24,6 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.settings.http_keys import KeyFile
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import HttpSettings, byte_count
-from dovetail.runtime.http.asked import Aliases
 from dovetail.runtime.http.serving.guard import OPEN_PATHS, Guard, shared
 from dovetail.runtime.http.serving.listening import listen
 from dovetail.runtime.http.serving.server import Connections, serve
@@ -178,7 +177,7 @@ async def _open_models(http: HttpSettings, out: TextIO, files: Files) -> Opened:
         pool,
         Upstream(),
         write,
-        aliases=Aliases.read(http.aliases),
+        aliases=aliases_of(http.aliases),
         deadline_s=http.deadline_s,
         files=files,
     )

@@ -94,8 +94,8 @@ class Fleet:
         try:
             async with asyncio.timeout(ANSWER_S):
                 status, content = await self._upstream.get(replica.url, b"/readyz")
-            told = json.loads(content)
-            load = LOAD.validate_python(told["load"]) if told["load"] else None
+            report = json.loads(content)
+            load = LOAD.validate_python(report["load"]) if report["load"] else None
         except (Broken, TimeoutError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.lost(replica, str(error) or "it does not answer")
             return
@@ -225,13 +225,13 @@ class Front(ABC):
         for fresh in (False, True):
             connection = call.connection = await self._upstream.take(replica.url, fresh=fresh)
             try:
-                status, told = await connection.request(scope["method"], target, headers, body)
+                status, received = await connection.request(scope["method"], target, headers, body)
                 break
             except Broken:
                 connection.close()
                 if fresh or call.gone or not connection.used:
                     raise
-        kept = [(name, value) for name, value in told if name not in OURS]
+        kept = [(name, value) for name, value in received if name not in OURS]
         head = {"type": "http.response.start", "status": status, "headers": kept}
         if (
             status in FULL

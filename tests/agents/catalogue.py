@@ -59,6 +59,11 @@ def _no_files(url: str) -> Mapping[str, str]:
     return {}
 
 
+def _written_and_read(write: str, read: str, key: str, path: str) -> tuple[Call, ...]:
+    """The calls of two tools whose argument `key` is the file's path."""
+    return Call(write, {key: path, "content": f"{LINE}\n"}), Call(read, {key: path})
+
+
 def _codex_files(url: str) -> Mapping[str, str]:
     return {
         ".codex/config.toml": f"""\
@@ -92,11 +97,7 @@ def _claude_variables(url: str) -> Mapping[str, str]:
 
 
 def _claude_calls(work: Path) -> tuple[Call, ...]:
-    path = str(work / FILE)
-    return (
-        Call("Write", {"file_path": path, "content": f"{LINE}\n"}),
-        Call("Read", {"file_path": path}),
-    )
+    return _written_and_read("Write", "Read", "file_path", str(work / FILE))
 
 
 def _opencode_files(url: str) -> Mapping[str, str]:
@@ -116,11 +117,7 @@ def _opencode_files(url: str) -> Mapping[str, str]:
 
 
 def _opencode_calls(work: Path) -> tuple[Call, ...]:
-    path = str(work / FILE)
-    return (
-        Call("write", {"filePath": path, "content": f"{LINE}\n"}),
-        Call("read", {"filePath": path}),
-    )
+    return _written_and_read("write", "read", "filePath", str(work / FILE))
 
 
 def _pi_files(url: str) -> Mapping[str, str]:
@@ -134,10 +131,7 @@ def _pi_files(url: str) -> Mapping[str, str]:
 
 
 def _pi_calls(work: Path) -> tuple[Call, ...]:
-    return (
-        Call("write", {"path": FILE, "content": f"{LINE}\n"}),
-        Call("read", {"path": FILE}),
-    )
+    return _written_and_read("write", "read", "path", FILE)
 
 
 AGENTS = (

@@ -2,15 +2,14 @@
 agent's script has, with arguments chosen from a list, and after the first result a short answer."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 
 from agents.catalogue import Call
 from agents.dialects import DIALECTS, Body, Dialect, Schema, limited
+from support.replying import QuietHandler, listening
 
 REPLY_TOKENS = 200
 CALL_TOKENS = 512
@@ -53,12 +52,8 @@ def forced(dialect: Dialect, body: Body, call: Call) -> Body:
 def forcing(url: str, call: Call) -> Iterator[tuple[str, list[str]]]:
     """Its URL on loopback, and what went wrong: a line for each reply that was an error."""
     trouble: list[str] = []
-    client = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
-
+    class Handler(QuietHandler):
         def do_HEAD(self) -> None:
             self._pass_on(b"")
 
@@ -83,13 +78,8 @@ def forcing(url: str, call: Call) -> Iterator[tuple[str, list[str]]]:
                 for part in reply.iter_bytes():
                     self.wfile.write(part)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", trouble
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-        client.close()
+    with (
+        httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client,
+        listening(Handler) as front,
+    ):
+        yield front, trouble

@@ -71,10 +71,9 @@ def write_gguf(source: Path, file: Path) -> Path:
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    for name in ("llama.context_length",):
-        subprocess.run(
-            [f"{script}/gguf-set-metadata", "--force", file, name, str(CONTEXT)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+    subprocess.run(
+        [f"{script}/gguf-set-metadata", "--force", file, "llama.context_length", str(CONTEXT)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return file

@@ -63,19 +63,10 @@ class Poster:
         return self._responses(path, body, options)
 
     def _chat(self, path: str, body: Body, options: Any) -> Reply:
-        if not body["stream"]:
-            whole = self._openai.post(path, body=body, options=options, cast_to=ChatCompletion)
-        else:
-            stream = self._openai.post(
-                path,
-                body=body,
-                options=options,
-                cast_to=ChatCompletionChunk,
-                stream=True,
-                stream_cls=openai.Stream[ChatCompletionChunk],
-            )
+        whole = _post(self._openai, path, body, options, ChatCompletion, ChatCompletionChunk)
+        if body["stream"]:
             state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
-            for chunk in stream:
+            for chunk in whole:
                 state.handle_chunk(chunk)
             whole = state.current_completion_snapshot
         (choice,) = whole.choices
@@ -96,33 +87,13 @@ class Poster:
         )
 
     def _responses(self, path: str, body: Body, options: Any) -> Reply:
-        if not body["stream"]:
-            return _of_response(
-                self._openai.post(path, body=body, options=options, cast_to=Response)
-            )
-        stream = self._openai.post(
-            path,
-            body=body,
-            options=options,
-            cast_to=Response,
-            stream=True,
-            stream_cls=openai.Stream[ResponseStreamEvent],
-        )
-        return _of_events(stream)
+        found = _post(self._openai, path, body, options, Response, ResponseStreamEvent)
+        return _of_events(found) if body["stream"] else _of_response(found)
 
     def _messages(self, path: str, body: Body, options: Any) -> Reply:
-        if not body["stream"]:
-            message = self._anthropic.post(path, body=body, options=options, cast_to=Message)
-        else:
-            stream = self._anthropic.post(
-                path,
-                body=body,
-                options=options,
-                cast_to=Message,
-                stream=True,
-                stream_cls=anthropic.Stream[RawMessageStreamEvent],
-            )
-            message = MessageStream(stream, anthropic.NOT_GIVEN).get_final_message()
+        message = _post(self._anthropic, path, body, options, Message, RawMessageStreamEvent)
+        if body["stream"]:
+            message = MessageStream(message, anthropic.NOT_GIVEN).get_final_message()
         reply = Reply(
             ended=message.stop_reason or "",
             prompt=message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0),
@@ -136,6 +107,16 @@ class Poster:
             elif block.type == "tool_use":
                 reply.calls.append((block.id, block.name, json.dumps(block.input)))
         return reply
+
+
+def _post(client: Any, path: str, body: Body, options: Any, whole: Any, event: Any) -> Any:
+    """The parsed reply of an SDK's client, or its stream of events."""
+    if not body["stream"]:
+        return client.post(path, body=body, options=options, cast_to=whole)
+    kind = (openai if isinstance(client, openai.OpenAI) else anthropic).Stream[event]
+    return client.post(
+        path, body=body, options=options, cast_to=event, stream=True, stream_cls=kind
+    )
 
 
 def _of_events(events: Iterable[ResponseStreamEvent]) -> Reply:

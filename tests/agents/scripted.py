@@ -2,14 +2,13 @@
 file, then one that reads it, then ends with a sentence."""
 
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from agents.catalogue import Call
 from agents.dialects import DIALECTS, Dialect, Turn, event_bytes
+from support.replying import QuietHandler, listening
 
 KEPT_HEADERS = ("accept", "anthropic-beta", "anthropic-version", "content-type", "user-agent")
 THOUGHT = "The user wants a file."
@@ -37,11 +36,8 @@ def scripted(calls: tuple[Call, ...]) -> Iterator[tuple[str, list[dict[str, Any]
     """Its URL on loopback, and the requests so far."""
     requests: list[dict[str, Any]] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
 
         def do_HEAD(self) -> None:
             self._answer(200, b"")
@@ -76,12 +72,5 @@ def scripted(calls: tuple[Call, ...]) -> Iterator[tuple[str, list[dict[str, Any]
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with listening(Handler) as url:
+        yield url, requests

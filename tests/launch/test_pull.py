@@ -106,10 +106,27 @@ def test_one_gguf_file_of_a_repository_is_pulled_and_removed(dovetail: Run, serv
     assert left["size"] == 150
 
 
+def test_a_model_whose_download_was_interrupted_is_listed_as_incomplete(
+    dovetail: Run, served: Hub, tmp_path: Path
+) -> None:
+    for name in ("owner/demo", "owner/quants:f16"):
+        assert dovetail("pull", name).returncode == 0
+    assert "incomplete" not in dovetail("list").stdout
+    for name in ("model.safetensors", "n-f16-00002-of-00002.gguf"):
+        (file,) = (tmp_path / "hf" / "hub").glob(f"models--*/snapshots/**/{name}")
+        file.unlink()
+    assert dovetail("list").stdout.count("GB, incomplete") == 2
+    listed = json.loads(dovetail("list", "--json").stdout)["models"]
+    assert [one["complete"] for one in listed] == [False, False]
+    assert dovetail("pull", "owner/demo").returncode == 0
+    assert dovetail("list").stdout.count("GB, incomplete") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("pull", "owner/absent"), "owner/absent is not a folder here and not in the Hugging Face"),
+        (("pull", "ü/ü"), "the hub does not provide it (Repo id must use alphanumeric"),
         (("pull", "owner/pickled"), "has neither *.safetensors nor GGUF files on the hub"),
         (("rm", "owner/demo"), "owner/demo is not in the Hugging Face cache: `dovetail list`"),
         (("list", "/absent"), "/absent does not exist"),

@@ -172,6 +172,7 @@ def test_a_model_without_requests_is_unloaded(start: Start, tmp_path: Path) -> N
         ),
         (("{0}/a", "{0}/b", "--engine=ray"), "--engine ray serves one model"),
         (("{0}/a", "{0}/b", "--target={0}/a"), "target.model applies to one"),
+        (("{0}/a", "{0}/b", "--http.aliases==x"), "http.aliases = '=x': write NAME=MODEL"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from support.replying import QuietHandler, listening
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -34,11 +34,8 @@ def hub(repositories: Mapping[str, dict[str, bytes]]) -> Iterator[Hub]:
     """Serve these repositories."""
     own = Hub({**repositories})
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
 
         def do_HEAD(self) -> None:
             self.do_GET()
@@ -70,8 +67,8 @@ def hub(repositories: Mapping[str, dict[str, bytes]]) -> Iterator[Hub]:
                 {"rfilename": file, "size": own.claimed.get(file, len(content))}
                 for file, content in files.items()
             ]
-            told = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings}
-            self._send(200, json.dumps({**told, "tags": [], "cardData": own.card}).encode())
+            known = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings}
+            self._send(200, json.dumps({**known, "tags": [], "cardData": own.card}).encode())
 
         def _send_file(self, path: str) -> None:
             name, _, rest = path.strip("/").partition("/resolve/")
@@ -103,13 +100,5 @@ def hub(repositories: Mapping[str, dict[str, bytes]]) -> Iterator[Hub]:
             if self.command == "GET":
                 self.wfile.write(body)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    own.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with listening(Handler) as own.url:
         yield own
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

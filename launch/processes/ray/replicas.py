@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dovetail.launch.processes.serving.front import ROUTER, Front
-from dovetail.launch.processes.serving.service import Service, SiteLost
+from dovetail.launch.processes.serving.service import ENDING, Service, SiteLost
 from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
@@ -91,10 +91,7 @@ class Replicas:
     def drain(self) -> None:
         """End the router, then each service; another signal ends all of them at once."""
         try:
-            log.info(
-                "ending: running requests have a few seconds to finish; a second signal ends them "
-                "at once"
-            )
+            log.info(ENDING)
             self._front.end()
             for service in self._services:
                 service.drain()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dovetail.launch.extras import extra, installed
 from dovetail.launch.machine.fit import needs_of
 from dovetail.launch.processes.serving.front import TAKEN, Front
-from dovetail.launch.processes.serving.service import DRAIN_S
+from dovetail.launch.processes.serving.service import DRAIN_S, ENDING
 from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S, processes_of
 from dovetail.launch.processes.supervise import GRACE_S, Child, Supervisor
 from dovetail.launch.settings.configure import Configuration
@@ -127,10 +127,7 @@ class Models:
     def drain(self) -> None:
         """End the router, then the services; another signal ends all of them at once."""
         try:
-            log.info(
-                "ending: running requests have a few seconds to finish; a second signal ends them "
-                "at once"
-            )
+            log.info(ENDING)
             self._front.end()
             children = [model.child for model in self._models.values() if model.child]
             self._supervisor.end(children, ENDING_S)

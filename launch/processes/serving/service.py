@@ -50,6 +50,7 @@ log = logging.getLogger("dovetail.serve")
 
 DRAIN_S = 4.0
 """Added to a process's grace for requests; the HTTP API answers clients in 2 s of it."""
+ENDING = "ending: running requests have a few seconds to finish; a second signal ends them at once"
 ASK_EVERY_S = 1.0  # seconds between two polls of the coordinator once all workers are registered
 LEAST_S = 2.0  # the least time without progress that counts as stuck; parts report every second
 CONNECT_S = 0.5
@@ -241,10 +242,7 @@ class Service:
         """End the HTTP API, then the coordinator, then the workers; another signal ends all of them
         at once."""
         try:
-            self._log(
-                "ending: running requests have a few seconds to finish; a second signal ends them "
-                "at once"
-            )
+            self._log(ENDING)
             for names in ([HTTP], [COORDINATOR], self._workers):
                 self._end(names, GRACE_S + DRAIN_S)
         except (KeyboardInterrupt, SystemExit):

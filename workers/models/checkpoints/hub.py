@@ -113,7 +113,7 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
         there = all((folder / part).is_file() for part in wanted)
         return view.local_folder(folder / hosted.file) if there else None
     plain = any(folder.glob("*.safetensors")) or not any(folder.glob("*.gguf"))
-    return view.local_folder(folder) if _is_complete(folder, files) or not plain else None
+    return view.local_folder(folder) if is_complete(folder, files) or not plain else None
 
 
 def cached_folders() -> list[Path]:
@@ -123,7 +123,8 @@ def cached_folders() -> list[Path]:
     return sorted(Path(constants.HF_HUB_CACHE).glob("models--*/snapshots/*"))
 
 
-def _is_complete(folder: Path, files: Sequence[str]) -> bool:
+def is_complete(folder: Path, files: Sequence[str] = HUB_FILES) -> bool:
+    """Return whether the files of a model that is no GGUF file are all in a folder."""
     if not (folder / "config.json").is_file():
         return False
     if (index := folder / "model.safetensors.index.json").is_file():
@@ -147,7 +148,7 @@ def _hosted(source: str) -> Hosted:
 def _info(source: str, *, sizes: bool = False) -> Any:
     """Return the hub's description of a model; `CheckpointError` without an answer."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     hosted = _hosted(source)
     try:
@@ -156,7 +157,7 @@ def _info(source: str, *, sizes: bool = False) -> Any:
         )
     except OfflineModeIsEnabled:
         raise _unreachable(source, "HF_HUB_OFFLINE is set") from None
-    except HfHubHTTPError as error:  # also for a missing repository or revision
+    except (HfHubHTTPError, HFValidationError) as error:  # also for a missing revision
         raise _refused(source, error) from None
     except Exception as error:  # the client's own errors are of one library or another
         raise _unreachable(source, reason(error)) from None
@@ -272,8 +273,7 @@ def _files_of(hosted: Hosted, held: Mapping[str, int], tag: str) -> dict[str, in
 
 def download(offer: Offer) -> None:
     """Download a model's files into the cache, continuing an earlier download."""
-    hosted = _hosted(offer.name)
-    _fetch(offer.name, hosted, [*offer.files])
+    _fetch(offer.name, _hosted(offer.name), [*offer.files])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ export class Refused extends Error {
 
 /** What the server answers to a GET, as JSON. */
 export async function ask(path) {
-  const answer = await fetch(path, { headers: access(), cache: "no-store" });
+  return read(await fetch(path, { headers: access(), cache: "no-store" }));
+}
+
+async function read(answer) {
   const value = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Refused(value.error?.message ?? `The server answered with status ${answer.status}.`, answer.status);
   return value;
@@ -21,17 +24,13 @@ export async function ask(path) {
 
 /** Fill a message with the reply to a request; `changed` is called after each part, with the new pieces of its text. */
 export async function stream(body, message, signal, changed) {
-  const request = { ...body, stream: true };
   const answer = await fetch("v1/chat/completions", {
     method: "POST",
     headers: { ...access(), "Content-Type": "application/json" },
-    body: JSON.stringify(request),
+    body: JSON.stringify({ ...body, stream: true }),
     signal,
   });
-  if (!answer.ok) {
-    const value = await answer.json().catch(() => ({}));
-    throw new Refused(value.error?.message ?? `The server answered with status ${answer.status}.`, answer.status);
-  }
+  if (!answer.ok) await read(answer);
   const pieces = new Pieces();
   for await (const event of events(answer)) {
     if (event.error) throw new Refused(event.error.message, 200);

@@ -31,30 +31,30 @@ async function ask() {
   let answer;
   try {
     answer = await fetch(`dashboard/state${session ? `?session=${session}` : ""}`, { headers: access(), cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
-    const said = await answer.json();
+    const state = await answer.json();
     if (answer.status === 401) {
       askForKey();
       return say("paused", "waiting for the API key");
     }
-    if (!answer.ok) return failed(said.error?.message ?? `status ${answer.status}`);
-    told(said);
+    if (!answer.ok) return failed(state.error?.message ?? `status ${answer.status}`);
+    received(state);
   } catch (error) {
     if (answer !== undefined && !(error instanceof SyntaxError)) console.error(error);
     failed(answer === undefined ? "the server does not answer" : "the server’s answer cannot be read");
   }
 }
 
-function told(said) {
+function received(state) {
   if (failures) notice("The connection is back.");
-  if (picture !== null && said.server.began !== picture.server.began) notice(`The HTTP server was started again (pid ${said.server.pid}).`);
-  if (picture !== null && said.coordinator.epoch !== picture.coordinator.epoch) notice(`The coordinator was started again (pid ${said.coordinator.pid}).`);
+  if (picture !== null && state.server.began !== picture.server.began) notice(`The HTTP server was started again (pid ${state.server.pid}).`);
+  if (picture !== null && state.coordinator.epoch !== picture.coordinator.epoch) notice(`The coordinator was started again (pid ${state.coordinator.pid}).`);
   failures = 0;
-  picture = said;
-  everyMs = 1000 * said.every_s;
+  picture = state;
+  everyMs = 1000 * state.every_s;
   say("live", "live");
   accepted();
   delete find("main").dataset.stale;
-  showAll(said);
+  showAll(state);
   again(everyMs);
 }
 

@@ -174,12 +174,12 @@ function workerFacts(worker) {
 }
 
 function workerCards(workers) {
-  const cards = workers.map(({ name, standing, facts: told }) =>
+  const cards = workers.map(({ name, standing, facts: pairs }) =>
     element(
       "article",
       { class: "card", "aria-label": `Worker ${name}` },
       element("h3", {}, name, standing.map((word) => element("span", { class: "tag" }, word))),
-      element("dl", { class: "facts" }, facts(told)),
+      element("dl", { class: "facts" }, facts(pairs)),
     ),
   );
   return orNone(cards, "No worker is registered: start one with dovetail worker, or wait until those of dovetail serve have loaded their models.");

@@ -32,7 +32,7 @@ export function show(id, value, make) {
   find(id).replaceChildren(...[make(value)].flat());
 }
 
-/** Have everything shown anew next time. */
+/** Show everything again next time. */
 export function forget() {
   shown.clear();
 }
@@ -65,8 +65,8 @@ export function bytes(count) {
 
 /** A definition list's terms and values, without those that are empty; a third place names a class. */
 export function facts(pairs) {
-  const told = pairs.filter(([, value]) => value !== "" && value !== null);
-  return told.flatMap(([term, value, kind]) => [element("dt", {}, term), element("dd", { class: kind }, value)]);
+  const given = pairs.filter(([, value]) => value !== "" && value !== null);
+  return given.flatMap(([term, value, kind]) => [element("dt", {}, term), element("dd", { class: kind }, value)]);
 }
 
 /** A table; columns are [heading, whether it holds numbers]. On a narrow screen every cell says its heading. */
