@@ -435,6 +435,9 @@ class ChatBody(Decoding):
     function_call: Literal["none", "auto"] | NamedFunction | None = Field(
         None, description="an older form of tool_choice"
     )
+    thinking_token_budget: Length | None = Field(
+        None, description="tokens after which the thought of a reply is ended; -1: no limit"
+    )
     enable_thinking: bool | None = Field(
         None, description="as in chat_template_kwargs, for templates that know it"
     )
