@@ -190,6 +190,12 @@ def test_a_call_that_is_cut_keeps_its_name_and_what_there_is_of_its_arguments() 
     assert found == ("call", "get_weather", "id0000000", '{"place": "Par')
 
 
+def test_arguments_in_a_string_keep_their_blanks() -> None:
+    text = json.dumps({"name": "get_weather", "arguments": '{"place": "New York"}'})
+    (found,) = read(support_of(codec("hermes")), f"<tool_call>{text}</tool_call>", [30, 50])
+    assert found == ("call", "get_weather", "id0000000", '{"place": "New York"}')
+
+
 def test_arguments_leave_while_they_are_written() -> None:
     reader = parser(support_of(codec("hermes")))
     begun = reader.feed('<tool_call>\n{"name": "get_weather", "arguments": {"place": "Pa')
