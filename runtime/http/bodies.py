@@ -343,40 +343,35 @@ class AsSent:
         return core_schema.no_info_wrap_validator_function(check, model, serialization=same)
 
 
-class NamedFunction(Body):
-    """The name of a function."""
+class OfChoice(Body):
+    """A part of tool_choice."""
 
     place = "tool_choice"
     benign = frozenset()
+
+
+class NamedFunction(OfChoice):
+    """The name of a function."""
 
     name: FunctionName
 
 
-class NamedTool(Body):
+class NamedTool(OfChoice):
     """A tool, by the name of its function."""
-
-    place = "tool_choice"
-    benign = frozenset()
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class ToolSubset(Body):
+class ToolSubset(OfChoice):
     """The tools that a reply may call, and whether it must."""
-
-    place = "tool_choice"
-    benign = frozenset()
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
-class ToolChoice(Body):
+class ToolChoice(OfChoice):
     """The tool to call, or the tools from which to choose."""
-
-    place = "tool_choice"
-    benign = frozenset()
 
     type: Literal["function", "allowed_tools"]
     function: NamedFunction | None = None
