@@ -280,12 +280,6 @@ class ChatMessage(Body):
         return self
 
     @property
-    def text(self) -> str | list[str]:
-        """Return the content as sent: one text, or the texts of its parts."""
-        content = self.content or ""
-        return content if isinstance(content, str) else [part.text for part in content]
-
-    @property
     def thoughts(self) -> str | None:
         """Return the reasoning, under whichever name it was sent."""
         return self.reasoning_content or self.reasoning or self.thinking

@@ -372,20 +372,15 @@ def _budgeted(
 ) -> Constraint | None:
     """Return a constraint with the budget of a reply's thought, if there is one."""
     given, thoughts = body.thinking_token_budget, support.thoughts
-    if given and given > 0 and thoughts is None:
-        raise ApiError(
-            400,
-            "this model writes no thoughts that are known here: leave thinking_token_budget out",
-            param="thinking_token_budget",
-            code="unsupported_parameter",
-        )
+    if thoughts is None and given is not None and given > 0:
+        why = "this model writes no thoughts that are known here: leave thinking_token_budget out"
+        raise ApiError(400, why, param="thinking_token_budget", code="unsupported_parameter")
     most = defaults.reasoning_budget if given is None else given
     if thoughts is None or most < 0:
         return constraint
-    budget = ThoughtBudget(tokens=most, open=thoughts.open, close=thoughts.close, begun=thinking)
-    if constraint is None:
-        return Constraint(grammar="", thoughts=budget, engine=grammar_engine(), kind="reasoning")
-    return constraint.model_copy(update={"thoughts": budget})
+    own = ThoughtBudget(tokens=most, open=thoughts.open, close=thoughts.close, begun=thinking)
+    free = Constraint(grammar="", engine=grammar_engine(), kind="reasoning")
+    return (constraint or free).model_copy(update={"thoughts": own})
 
 
 def _rendered(

@@ -210,7 +210,7 @@ def test_a_reply_may_be_sent_back_as_it_came() -> None:
     }
     body = ChatBody.model_validate({"messages": [*CHAT["messages"], reply, *CHAT["messages"]]})
     message = body.messages[1]
-    assert (message.text, message.name, message.calls, message.thoughts) == ("x", "x", [], None)
+    assert (message.content, message.name, message.calls, message.thoughts) == ("x", "x", [], None)
 
 
 def test_a_choice_with_a_lone_surrogate_is_refused() -> None:
