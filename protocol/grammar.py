@@ -8,6 +8,8 @@ reached.
 Schemas follow draft 2020-12 as far as the library implements it. Properties come in the order of
 the schema, and text is written as UTF-8, without `\\u` escapes of characters that need none."""
 
+import codecs
+import copy
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +22,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import MAX_GRAMMAR, VocabularyFacts
+from dovetail.protocol.messages import MAX_GRAMMAR, Constraint, ThoughtBudget, VocabularyFacts
 
 WHITESPACE = " |\n {0,16}"
 """The whitespace at each place of a JSON text: a space, or a new line with an indentation. Without
@@ -30,6 +32,7 @@ MAX_DEPTH = 64  # nesting of a schema
 MAX_PARTS = 10_000  # properties and enum values of a schema
 MAX_PATTERNS = 100  # different patterns of a schema
 MAX_CHOICES = 1000
+MAX_BYTES = 4  # of a character in UTF-8
 KEPT = 64  # compiled grammars that are kept
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000,
@@ -181,12 +184,57 @@ def _unreadable(pattern: str) -> bool:
 # -- following them --------------------------------------------------------------------------------
 
 
-class Matcher:
-    """A place in a grammar: after some tokens of a reply."""
+class Budget:
+    """What is left of a thought's budget after some tokens of a reply."""
 
-    def __init__(self, own: llguidance.LLMatcher, vocabulary: "GrammarVocabulary") -> None:
-        self._own, self._vocabulary = own, vocabulary
-        self.ended = False  # True after a token that ends the reply
+    def __init__(self, own: ThoughtBudget, tokens: llguidance.LLTokenizer) -> None:
+        self._tokens, self._left = tokens, own.tokens
+        self._open, self._close = own.open.encode(), own.close.encode()
+        self._ending = tuple(tokens.tokenize_str(own.close))
+        self._within, self._over = own.begun, False
+        self._written = 0  # how many tokens of the ending were forced
+        self._read = b""  # the end of what has been read
+
+    def consume(self, token: int) -> None:
+        """Go on to the place after a token."""
+        if self._over:
+            return
+        self._written += bool(self.forced)
+        self._left -= self._within
+        self._read += self._tokens.decode_bytes([token])
+        if not self._within:
+            text = self._read.lstrip()
+            self._within = text.startswith(self._open)
+            self._over = not self._open.startswith(text[: len(self._open)])
+            self._read = text[len(self._open) :] if self._within else text
+        if self._within:
+            self._over = self._close in self._read or self._written == len(self._ending)
+            self._read = self._read[-len(self._close) - MAX_BYTES :]
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that must follow: what ends the thought, after a whole character."""
+        if self._over or not self._within or self._left > 0:
+            return ()
+        if not self._written and self._left > 1 - MAX_BYTES:
+            decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+            decoder.decode(self._read)
+            if decoder.getstate()[0]:
+                return ()
+        return self._ending[self._written :]
+
+
+class Matcher:
+    """A place in a reply that follows a grammar, or has a budget for its thought, or both."""
+
+    def __init__(
+        self,
+        own: llguidance.LLMatcher | None,
+        vocabulary: "GrammarVocabulary",
+        budget: Budget | None = None,
+    ) -> None:
+        self._own, self._vocabulary, self._budget = own, vocabulary, budget
+        self.ended = False  # True after a token that ends the reply and its grammar
 
     @property
     def size(self) -> int:
@@ -195,7 +243,8 @@ class Matcher:
 
     def copy(self) -> "Matcher":
         """Return an independent matcher at the same place."""
-        copied = Matcher(self._own.deep_copy(), self._vocabulary)
+        own = self._own.deep_copy() if self._own is not None else None
+        copied = Matcher(own, self._vocabulary, copy.copy(self._budget))
         copied.ended = self.ended
         return copied
 
@@ -205,8 +254,15 @@ class Matcher:
         vocabulary = self._vocabulary
         if self.ended:
             return vocabulary.ends
+        if forced := self._ending:
+            only = np.zeros(vocabulary.size, np.bool_)
+            only[forced[0]] = True
+            return only
+        if self._own is None:
+            return vocabulary.every
         mask = self._own.compute_bitmask()
-        self._check()
+        if self._own.is_error():
+            raise refused(self._own.get_error())
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
         return bits[: vocabulary.size].view(np.bool_)
 
@@ -216,22 +272,28 @@ class Matcher:
         for token in tokens:
             if self.ended:
                 return
-            if not self._own.consume_token(token):
-                raise refused(self._own.get_error())
-            self.ended = bool(self._vocabulary.ends[token])
+            if self._budget is not None:
+                self._budget.consume(token)
+            if self._own is not None:
+                if not self._own.consume_token(token):
+                    raise refused(self._own.get_error())
+                self.ended = bool(self._vocabulary.ends[token])
 
     def forced(self) -> list[int]:
         """Return the tokens that must come next, since there is no choice; none after the end."""
-        return [] if self.ended else list(self._own.compute_ff_tokens())
+        if self.ended or self._own is None or self._ending:
+            return [*self._ending]
+        return list(self._own.compute_ff_tokens())
 
     @property
     def complete(self) -> bool:
         """Whether the reply may end here."""
-        return self.ended or self._own.is_accepting()
+        return self.ended or self._own is None or self._own.is_accepting()
 
-    def _check(self) -> None:
-        if self._own.is_error():
-            raise refused(self._own.get_error())
+    @property
+    def _ending(self) -> tuple[int, ...]:
+        """The tokens that must follow to end the thought."""
+        return self._budget.forced if self._budget is not None else ()
 
 
 class GrammarVocabulary:
@@ -242,6 +304,7 @@ class GrammarVocabulary:
         allowed. `end`: the ids that end a reply. Raises `RequestError` of code "constraint" for a
         tokenizer that the library cannot read."""
         self.size = size
+        self.every = np.ones(size, np.bool_)
         self.ends = np.zeros(size, np.bool_)
         self.ends[[token for token in end if token < size]] = True
         if not self.ends.any():
@@ -262,6 +325,12 @@ class GrammarVocabulary:
         """Return a matcher at the beginning of a grammar. Raises `RequestError` of code
         "constraint" if the grammar is wrong, or exceeds the limits."""
         return Matcher(self._compiled(grammar).deep_copy(), self)
+
+    def follow(self, constraint: Constraint) -> Matcher:
+        """Return a matcher at the beginning of a reply. Raises as `matcher` does."""
+        own = self._compiled(constraint.grammar).deep_copy() if constraint.grammar else None
+        thoughts = constraint.thoughts
+        return Matcher(own, self, None if thoughts is None else Budget(thoughts, self._tokens))
 
     def warnings(self, grammar: str) -> list[str]:
         """Return which parts of a grammar are ignored."""

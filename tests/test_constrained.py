@@ -10,7 +10,13 @@ import pytest
 from dovetail.launch.settings.models import head_folder
 from dovetail.protocol import grammar
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Constraint, Emitted, Finished, grammar_engine
+from dovetail.protocol.messages import (
+    Constraint,
+    Emitted,
+    Finished,
+    ThoughtBudget,
+    grammar_engine,
+)
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.patience import PATIENCE_S
@@ -29,6 +35,18 @@ GRAMMARS = {
     "regex": grammar.of_regex(r"[A-Z][a-z]{2,8}( [a-z]{1,9}){3,12}\."),
     "choice": grammar.of_choice(["yes", "no", "maybe later, my dear"]),
 }
+
+
+def limited(tokens: int, text: str = "") -> Constraint:
+    """A reply that begins within a thought of at most this many tokens; `text`: what follows, in
+    Lark."""
+    if text:
+        text = grammar.of_lark(f"start: thought {text}\nthought[lazy]: /(.|\\n)*<\\/think>/")
+    thoughts = ThoughtBudget(tokens=tokens, open="<think>", close="</think>", begun=True)
+    return Constraint(grammar=text, engine=grammar_engine(), thoughts=thoughts)
+
+
+THOUGHTS = limited(17, f"%json {grammar.json_part(PERSON)}"), limited(9)
 SAMPLINGS = {
     "greedy": {},
     "T = 1": {"temperature": 1.0},
@@ -49,13 +67,15 @@ DRAFTS = {
 }
 
 
-def constraint(text: str) -> Constraint:
+def constraint(text: str | Constraint) -> Constraint:
+    if isinstance(text, Constraint):
+        return text
     return Constraint(grammar=text, engine=grammar_engine(), kind="test")
 
 
 def ask(
     client: Client,
-    text: str,
+    text: str | Constraint,
     tree: TreeSettings | None = None,
     tokens: int = 96,
     turns: Sequence[str] = PROMPTS[3],
@@ -86,7 +106,7 @@ def killed_within(client: Client, request: int, kill: Callable[[], object]) -> F
 
 
 def complete(
-    client: Client, text: str, tree: TreeSettings | None = None, **more: object
+    client: Client, text: str | Constraint, tree: TreeSettings | None = None, **more: object
 ) -> Finished:
     return complete_all(client, [ask(client, text, tree, **more)])[0]  # type: ignore[arg-type]
 
@@ -133,6 +153,31 @@ def test_a_constrained_reply_is_the_same_with_and_without_a_draft(client: Client
 def test_a_constrained_reply_is_the_same_with_any_draft(draft: str) -> None:
     with started(DRAFTS[draft]) as (_, client):
         check_same(client, [*GRAMMARS], [*SAMPLINGS], TREES)
+        check_thoughts(client, [*SAMPLINGS], TREES)
+
+
+def check_thoughts(client: Client, samplings: Sequence[str], trees: Sequence[TreeSettings]) -> None:
+    """A thought has at most as many tokens as its budget, and is the same with each tree; what
+    follows it too."""
+    for about in samplings:
+        for own in THOUGHTS:
+            alone = complete(client, own, **SAMPLINGS[about]).result
+            thought, closed, answer = alone.text.partition("</think>")
+            assert closed, alone.text
+            assert answer
+            if own.grammar:
+                jsonschema.validate(json.loads(answer), PERSON)
+            for tree in trees:
+                drafted = complete(client, own, tree, **SAMPLINGS[about]).result
+                assert drafted.token_ids == alone.token_ids, about
+        free = complete(client, limited(10_000), tokens=16, **SAMPLINGS[about]).result
+        assert free.text.startswith(thought)
+        assert alone.token_ids[:9] == free.token_ids[:9]
+
+
+def test_a_thought_is_the_same_with_and_without_a_draft(client: Client) -> None:
+    check_thoughts(client, ["greedy", "T = 1"], TREES[1:])
+    assert complete(client, limited(0), tokens=6).result.text.startswith("</think>")
 
 
 def test_rejection_sampling_follows_the_grammar(client: Client) -> None:
@@ -152,8 +197,9 @@ def test_what_must_follow_is_drafted_without_a_pass(client: Client) -> None:
 
 
 def test_a_reply_goes_on_after_its_draft_was_killed_and_after_its_target_was() -> None:
-    """Its log is read again by another target, from the middle of the grammar."""
-    text, tokens = grammar.of_schema({"type": "array", "items": PERSON, "minItems": 9}), 100
+    """Its log is read again by another target, from the middle of a thought and its grammar."""
+    people = grammar.json_part({"type": "array", "items": PERSON, "minItems": 9})
+    text, tokens = limited(50, f"%json {people}"), 100
     with growing({}) as (stack, client, another):
         alone = complete(client, text, tokens=tokens).result
         target, draft = stack.workers

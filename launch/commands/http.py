@@ -179,6 +179,7 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
             settings.http.fit,
             settings.http.special_tokens,
             settings.http.reasoning,
+            settings.http.reasoning_budget,
             settings.http.tools,
         ),
         model=settings.http.model,

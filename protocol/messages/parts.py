@@ -6,7 +6,7 @@ from pydantic import Field
 
 from dovetail.protocol.settings import Frozen
 
-VERSION = (1, 38)
+VERSION = (1, 39)
 MAX_STRIKES = 8
 """Messages that break the protocol before their sender is ignored; for workers and coordinators
 alike."""
@@ -97,10 +97,23 @@ Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
 ScoredTokens = Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_SCORED, fail_fast=True)]
 
 
-class Constraint(Frozen):
-    """A grammar that a reply follows (`protocol/grammar.py`)."""
+class ThoughtBudget(Frozen):
+    """How long the thought with which a reply begins may be."""
 
-    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
+    tokens: Count
+    """Tokens after which `close` must follow."""
+    open: Annotated[str, Field(min_length=1, max_length=256)]
+    close: Annotated[str, Field(min_length=1, max_length=256)]
+    begun: bool = False
+    """Whether the prompt ends with `open`."""
+
+
+class Constraint(Frozen):
+    """A grammar that a reply follows, and the budget of its thought (`protocol/grammar.py`)."""
+
+    grammar: Annotated[str, Field(max_length=MAX_GRAMMAR)]
+    """Empty: any reply."""
+    thoughts: ThoughtBudget | None = None
     engine: Name
     """The library that defines what the grammar allows, with its version: only targets with the
     same `Hello.grammars` serve the request."""

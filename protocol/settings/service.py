@@ -239,6 +239,11 @@ class HttpSettings(Frozen):
         description="split: a model's thoughts are the reasoning_content of a reply; inline: they "
         "are part of its text",
     )
+    reasoning_budget: Annotated[int, Field(ge=-1, le=1 << 20)] = Field(
+        -1,
+        description="tokens after which the thought of a chat's reply is ended, unless the request "
+        "has a thinking_token_budget; -1: no limit",
+    )
     tools: Literal["constrained", "free"] = Field(
         "constrained",
         description="constrained: a grammar keeps tool calls to the schemas of their tools; free: "

@@ -82,7 +82,7 @@ def _check_constraint(submit: Submit, constraint: Constraint, target: Worker) ->
             f"{has}: install the same version on both machines"
         )
         raise RequestError("constraint", text)
-    end = target.facts.end
+    end = target.facts.end if constraint.grammar else ()
     if ignored := set(end).difference(end if submit.end is None else submit.end):
         text = f"a grammar ends with one of the model's end tokens, but {min(ignored)} does "
         raise RequestError("constraint", f"{text}not end this reply: add it to `end`")

@@ -280,12 +280,6 @@ class ChatMessage(Body):
         return self
 
     @property
-    def text(self) -> str | list[str]:
-        """Return the content as sent: one text, or the texts of its parts."""
-        content = self.content or ""
-        return content if isinstance(content, str) else [part.text for part in content]
-
-    @property
     def thoughts(self) -> str | None:
         """Return the reasoning, under whichever name it was sent."""
         return self.reasoning_content or self.reasoning or self.thinking
@@ -343,40 +337,35 @@ class AsSent:
         return core_schema.no_info_wrap_validator_function(check, model, serialization=same)
 
 
-class NamedFunction(Body):
-    """The name of a function."""
+class OfChoice(Body):
+    """A part of tool_choice."""
 
     place = "tool_choice"
     benign = frozenset()
+
+
+class NamedFunction(OfChoice):
+    """The name of a function."""
 
     name: FunctionName
 
 
-class NamedTool(Body):
+class NamedTool(OfChoice):
     """A tool, by the name of its function."""
-
-    place = "tool_choice"
-    benign = frozenset()
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class ToolSubset(Body):
+class ToolSubset(OfChoice):
     """The tools that a reply may call, and whether it must."""
-
-    place = "tool_choice"
-    benign = frozenset()
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
-class ToolChoice(Body):
+class ToolChoice(OfChoice):
     """The tool to call, or the tools from which to choose."""
-
-    place = "tool_choice"
-    benign = frozenset()
 
     type: Literal["function", "allowed_tools"]
     function: NamedFunction | None = None
@@ -434,6 +423,9 @@ class ChatBody(Decoding):
     ) = Field(None, description="an older form of tools")
     function_call: Literal["none", "auto"] | NamedFunction | None = Field(
         None, description="an older form of tool_choice"
+    )
+    thinking_token_budget: Length | None = Field(
+        None, description="tokens after which the thought of a reply is ended; -1: no limit"
     )
     enable_thinking: bool | None = Field(
         None, description="as in chat_template_kwargs, for templates that know it"

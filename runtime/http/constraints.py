@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dovetail.protocol import grammar as grammars
@@ -163,16 +164,8 @@ def _schema(
         _check_plain(param, value)
     if space is None:
         space = body.guided_whitespace_pattern or WHITESPACE
-
-    def write() -> str:
-        return grammars.of_schema(value, strict=strict, whitespace=space)
-
+    write = partial(grammars.of_schema, value, strict=strict, whitespace=space)
     return Wanted(kind, param, write, None if strict else value)
-
-
-def _regex(param: str, value: Any, _: Decoding) -> Wanted:
-    pattern = _text(param, value)
-    return Wanted("regex", param, lambda: grammars.of_regex(pattern))
 
 
 def _choice(param: str, value: Any, _: Decoding) -> Wanted:
@@ -180,12 +173,11 @@ def _choice(param: str, value: Any, _: Decoding) -> Wanted:
     if not texts or not all(isinstance(one, str) for one in texts):
         raise ApiError(400, f"{param} must be a list of strings", param=param)
     _check_plain(param, texts)
-    return Wanted("choice", param, lambda: grammars.of_choice(texts))
+    return Wanted("choice", param, partial(grammars.of_choice, texts))
 
 
-def _grammar(param: str, value: Any, _: Decoding) -> Wanted:
-    text = _text(param, value)
-    return Wanted("grammar", param, lambda: grammars.of_gbnf(text))
+def _of_text(kind: str, write: Callable[[str], str], param: str, value: Any, _: Decoding) -> Wanted:
+    return Wanted(kind, param, partial(write, _text(param, value)))
 
 
 def _check_plain(param: str, value: Any) -> None:
@@ -203,6 +195,8 @@ def _text(param: str, value: Any) -> str:
 
 
 Reader = Callable[[str, Any, Decoding], Wanted | None]
+_regex = partial(_of_text, "regex", grammars.of_regex)
+_grammar = partial(_of_text, "grammar", grammars.of_gbnf)
 STRUCTURED: Mapping[str, Reader] = {
     "json": _schema,
     "regex": _regex,

@@ -50,7 +50,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "custom_params": ({},),
     "vllm_xargs": ({},),
     # the length and the end of a reply
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),
     **dict.fromkeys(("min_new_tokens", "n_keep", "n_discard"), (0,)),
     "t_max_predict_ms": (0, -1),
     "stop_regex": ([],),
@@ -91,6 +91,9 @@ RENAMED: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "random_seed": "seed",
+    "thinking_budget_tokens": "thinking_token_budget",
+    "reasoning_budget": "thinking_token_budget",
+    "reasoning_budget_tokens": "thinking_token_budget",
 }
 """Fields of other servers that are accepted -> those of the same meaning."""
 

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Constraint, Submit
+from dovetail.protocol.messages import (
+    MAX_ENDS,
+    MAX_TEXT,
+    MAX_TOKENS,
+    Constraint,
+    Submit,
+    ThoughtBudget,
+    grammar_engine,
+)
 from dovetail.protocol.noise import random_seed
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.http.asked import RequestTarget
@@ -34,7 +42,7 @@ from dovetail.runtime.tools.conversation import (
     tool_use,
 )
 from dovetail.runtime.tools.grammars import Refused, constraint_of
-from dovetail.runtime.tools.support import support_of
+from dovetail.runtime.tools.support import Support, support_of
 
 COMPLETION_TOKENS = 16  # tokens of a text completion without `max_tokens`: OpenAI's default
 OVERRIDES = (
@@ -62,6 +70,8 @@ class Defaults:
     """True: control tokens in messages are control tokens of the prompt."""
     reasoning: Literal["split", "inline"] = "split"
     """Whether thoughts are kept apart from the text of a reply."""
+    reasoning_budget: int = -1
+    """Tokens of a reply's thought; -1: no limit."""
     tools: Literal["constrained", "free"] = "constrained"
     """Whether a grammar keeps calls to the tools' schemas."""
 
@@ -335,20 +345,42 @@ def _conversation(
         if use.required:
             why = "tool_choice cannot require a call without a grammar (http.tools is free)"
             raise ApiError(400, f"{why}: leave tool_choice out", param="tool_choice")
-        return prompt, reading, answer
-    if not use.callable and (answer is None or support.thoughts is None):
-        return prompt, reading, answer
-    if body.ignore_eos:
-        why = "a reply with tools ends where their grammar does: leave ignore_eos out"
-        raise ApiError(400, why, param="ignore_eos")
-    with _refusing("tools"):
-        try:
-            thinking = is_thinking(support.thoughts, text)
-            constraint = constraint_of(use, support, target.text, thinking=thinking, answer=answer)
-        except Refused as error:
-            param, code = f"tools[{error.place}].function.parameters", "unsupported_schema"
-            raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
-    return prompt, reading, constraint
+        use = replace(use, callable=())
+    thinking, constraint = is_thinking(support.thoughts, text), answer
+    if use.callable or (answer is not None and support.thoughts is not None):
+        if body.ignore_eos:
+            why = "a reply with tools ends where their grammar does: leave ignore_eos out"
+            raise ApiError(400, why, param="ignore_eos")
+        with _refusing("tools"):
+            try:
+                constraint = constraint_of(
+                    use, support, target.text, thinking=thinking, answer=answer
+                )
+            except Refused as error:
+                param, code = f"tools[{error.place}].function.parameters", "unsupported_schema"
+                raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
+    return prompt, reading, _budgeted(constraint, body, support, defaults, thinking=thinking)
+
+
+def _budgeted(
+    constraint: Constraint | None,
+    body: ChatBody,
+    support: Support,
+    defaults: Defaults,
+    *,
+    thinking: bool,
+) -> Constraint | None:
+    """Return a constraint with the budget of a reply's thought, if there is one."""
+    given, thoughts = body.thinking_token_budget, support.thoughts
+    if thoughts is None and given is not None and given > 0:
+        why = "this model writes no thoughts that are known here: leave thinking_token_budget out"
+        raise ApiError(400, why, param="thinking_token_budget", code="unsupported_parameter")
+    most = defaults.reasoning_budget if given is None else given
+    if thoughts is None or most < 0:
+        return constraint
+    own = ThoughtBudget(tokens=most, open=thoughts.open, close=thoughts.close, begun=thinking)
+    free = Constraint(grammar="", engine=grammar_engine(), kind="reasoning")
+    return (constraint or free).model_copy(update={"thoughts": own})
 
 
 def _rendered(

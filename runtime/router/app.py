@@ -26,7 +26,7 @@ from dovetail.runtime.http.errors import (
     unavailable,
     wrong_method,
 )
-from dovetail.runtime.http.serving.guard import Message, Receive, Scope, Send, answer
+from dovetail.runtime.http.serving.guard import Message, Receive, Scope, Send, answer, respond
 from dovetail.runtime.router.choice import (
     Replica,
     ReplicaLoad,
@@ -309,7 +309,7 @@ class Front(ABC):
                 for name, value in values.items()
             ]
         text = "\n".join([*lines, ""]).encode()
-        await _answer(200, b"text/plain; version=0.0.4; charset=utf-8", text, send)
+        await respond(send, text, kind=b"text/plain; version=0.0.4; charset=utf-8")
 
 
 class Router(Front):
@@ -444,11 +444,4 @@ def _nobody(replicas: Any, tried: set[str]) -> ApiError:
 
 
 async def json_answer(value: Any, send: Send, status: int = 200) -> None:
-    content = json.dumps(value, separators=(",", ":")).encode()
-    await _answer(status, b"application/json", content, send)
-
-
-async def _answer(status: int, kind: bytes, content: bytes, send: Send) -> None:
-    headers = [(b"content-type", kind), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+    await respond(send, json.dumps(value, separators=(",", ":")).encode(), status)

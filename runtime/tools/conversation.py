@@ -135,13 +135,11 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     called = ""
     for number, message in enumerate(messages):
-        text = message.text
-        content: Any = (
-            text if isinstance(text, str) else [{"type": "text", "text": one} for one in text]
-        )
+        parts = message.content
+        content: Any = parts
+        if isinstance(parts, list):
+            content = [{"type": "text", "text": part.text} for part in parts]
         one: dict[str, Any] = {"role": message.role, "content": content}
-        if message.content is None:
-            one["content"] = None
         if message.name is not None:
             one["name"] = message.name
         if message.role in ("tool", "function"):

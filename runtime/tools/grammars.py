@@ -120,6 +120,7 @@ class _Grammar:
             "json": self._json,
             "tags": self._tags,
             "gemma": self._gemma,
+            "python": self._python,
         }[self._family.arguments]
         arguments = write(number, parameters)
         _, middle, close = self._family.write
@@ -222,6 +223,21 @@ class _Grammar:
             rule = self._rule(name, self._of(f"{begin}{key}{middle}"), value)
             found.append(rule if needed else f"{rule}?")
         return " ".join(found)
+
+    def _python(self, number: int, parameters: Mapping[str, Any]) -> str:
+        """Named arguments, with values in JSON; required arguments come first."""
+        needed, others = list[str](), list[str]()
+        for place, (key, schema, required) in enumerate(_properties(parameters)):
+            value = self._json(10_000 * number + 10_000 + place, schema)
+            rule = self._rule(f"argument_{number}_{place}", self._of(f"{key}="), value)
+            (needed if required else others).append(rule)
+        rest, first = "", list[str]()
+        for rule in others[::-1]:
+            first.append(f"{rule} {rest}")
+            rest = self._rule(f"{rule}_on", f'(", " {rule})?', rest)
+        if needed:
+            return ' ", " '.join(needed) + f" {rest}"
+        return f"({' | '.join(first[::-1])})?" if others else ""
 
     def _gemma(self, number: int, parameters: Mapping[str, Any]) -> str:
         """JSON with keys and strings in Gemma's form; required arguments come first."""

@@ -3,6 +3,7 @@
 It is fed letter by letter, so that the events do not depend on how the text arrives. Pure.
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,36 @@ START = "\0"  # what precedes the part of a reply that the template has written
 PLAIN = re.compile(r"[^\s<\[{]+")  # text in which no marker begins
 UNREADABLE = (ValueError, KeyError)
 """What the parser raises for calls that it cannot read."""
+
+NOT_PYTHON = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
+NAMES: Mapping[str, Any] = {"true": True, "false": False, "null": None}  # JSON's in Python
+
+
+def python_calls(text: str) -> list[tuple[str, str]]:
+    """Return the names and arguments, in JSON, of calls in Python's syntax, one a line or in a
+    list. Raises one of `NOT_PYTHON` for anything else."""
+    calls: list[tuple[str, str]] = []
+    for statement in ast.parse(text.strip()).body:
+        found = statement.value if isinstance(statement, ast.Expr) else statement
+        for one in found.elts if isinstance(found, ast.List) else (found,):
+            if not isinstance(one, ast.Call) or one.args or not all(w.arg for w in one.keywords):
+                raise ValueError("not a call with named arguments")
+            given = {str(word.arg): _value(word.value) for word in one.keywords}
+            written = json.dumps(given, ensure_ascii=False, allow_nan=False)
+            calls.append((ast.unparse(one.func), written))
+    return calls
+
+
+def _value(node: ast.expr) -> Any:
+    """Return the value of a literal, which may have JSON's names."""
+    match node:
+        case ast.Name(id=name) if name in NAMES:
+            return NAMES[name]
+        case ast.List(elts=parts):
+            return [*map(_value, parts)]
+        case ast.Dict(keys=keys, values=values) if all(keys):
+            return {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k}
+    return ast.literal_eval(node)
 
 
 def load_parser() -> Any:
@@ -126,6 +157,8 @@ class ReplyParser:
         found = re.search(str(self._form.calls["open_pattern"]), self._held)
         self._body = found.end() if found is not None else 0
         name = found.groupdict().get("name") if found is not None else None
+        if self._form.calls["content"] == "text":
+            return  # read when it is complete
         if name is None:
             self._calls = CallReader(self._begin, self._form.keys)
         elif self._form.plain_json:
@@ -138,11 +171,25 @@ class ReplyParser:
         calls, self._calls = self._calls, None
         if calls is not None:
             events += calls.close()
+        elif isinstance(value, str):
+            events += self._python(value)
         else:
             index, arguments = self._count - 1, value["function"]["arguments"]
             written = json.dumps(arguments, ensure_ascii=False)
             events += [CallArguments(index, written), CallEnded(index)]
         self._held = self._behind("tool_calls", "close")
+
+    def _python(self, text: str) -> list[Event]:
+        """Return the events of calls that are written in Python; of other text, as text."""
+        try:
+            calls = python_calls(text)
+        except NOT_PYTHON:
+            return [Text(self._held)]
+        events: list[Event] = []
+        for name, arguments in calls:
+            begun = self._begin(name)
+            events += [begun, CallArguments(begun.index, arguments), CallEnded(begun.index)]
+        return events
 
     def _begin(self, name: str) -> CallBegun:
         begun = CallBegun(self._count, self._name_call(self._count), name)

@@ -40,9 +40,15 @@ DEMANDED: dict[str, Any] = {
 }
 
 
-def client_of(start: Start, folder: Path, family: str, *flags: str) -> openai.OpenAI:
-    """A client of the embedded target with a family's template, in which there are no thoughts."""
+def client_of(
+    start: Start, folder: Path, family: str, *flags: str, thought: str = ""
+) -> openai.OpenAI:
+    """A client of the embedded target with a family's template, in which there are no thoughts;
+    `thought`: what opens one before each reply."""
     template = TEMPLATES[family].replace("<think>\n", "").replace("[THINK]", "")
+    template = template.replace(
+        "<|assistant|>\n{% endif %}", f"<|assistant|>\n{thought}{{% endif %}}"
+    )
     target = folder / "target"
     shutil.copytree(TARGET_FOLDER, target)
     (target / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -138,6 +144,65 @@ def test_a_call_is_demanded_streamed_answered_and_refused(start: Start, tmp_path
         with pytest.raises(openai.BadRequestError) as refused:
             ask(client, **fields)
         assert refused.value.param == param
+
+
+def test_a_thought_ends_at_its_budget(start: Start, tmp_path: Path) -> None:
+    """With tools and without, whole and streamed, with a draft and without; by default, and under
+    the names of vLLM, llama-server and Anthropic."""
+    flags = ("--http.reasoning_budget", "3")
+    client = client_of(start, tmp_path, "hermes", *flags, thought="<think>\n")
+    free = dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), openai.omit)
+
+    def thought(tokens: int | None, **fields: Any) -> Any:
+        body = {} if tokens is None else {"thinking_token_budget": tokens}
+        body |= {"min_tokens": 20, **fields.pop("own", {})}
+        return ask(client, extra_body=body, **fields)
+
+    def thoughts(message: Any) -> str:
+        return getattr(message, "reasoning_content", "")
+
+    def tokens(text: str) -> int:
+        reply = httpx.post(f"{str(client.base_url)[:-4]}/tokenize", json={"content": text})
+        return len(reply.json()["tokens"])
+
+    for fields in (
+        {**free, "temperature": 0, "max_tokens": 30},
+        {**free, "seed": 1, "max_tokens": 30},
+        {"seed": 2},
+    ):
+        (endless,) = thought(-1, **{**fields, "max_tokens": 24}).choices
+        for budget in (12, 0):
+            whole = thought(budget, **fields)
+            (choice,) = whole.choices
+            reasoning = thoughts(choice.message)
+            assert endless.message.reasoning_content.startswith(reasoning)
+            assert abs(tokens(reasoning) - budget) < 3
+            if "tools" in fields:
+                assert choice.message.content
+            else:
+                assert_valid(whole)
+            alone = thought(budget, **fields, own={"dovetail": {"speculate": False}})
+            assert thoughts(alone.choices[0].message) == reasoning
+            assert summary(alone) == summary(whole)
+            chunks = list(thought(budget, **fields, stream=True))
+            deltas = [one.delta for chunk in chunks for one in chunk.choices]
+            assert "".join(map(thoughts, deltas)) == reasoning
+            said = "".join(one.content or "" for one in deltas)
+            assert said == (choice.message.content or "")
+    fields = {**free, "temperature": 0, "max_tokens": 30}
+    three = thought(3, **fields).choices[0].message.reasoning_content
+    for own in ({}, {"thinking_budget_tokens": 3}, {"reasoning_budget": 3}):
+        assert thought(None, own=own, **fields).choices[0].message.reasoning_content == three
+    body = {
+        "messages": [ASKED],
+        "max_tokens": 30,
+        "temperature": 0,
+        "thinking": {"type": "enabled", "budget_tokens": 3},
+    }
+    reply = httpx.post(f"{client.base_url}messages", json=body, timeout=PATIENCE_S).json()
+    assert reply["content"][0] == {"type": "thinking", "thinking": three, "signature": ""}
+    with pytest.raises(openai.BadRequestError, match="mean the same, but differ"):
+        thought(3, own={"reasoning_budget": 4})
 
 
 @pytest.mark.slow

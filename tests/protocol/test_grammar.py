@@ -1,6 +1,7 @@
 """Grammars: what is allowed depends on the tokens alone; schemas are followed, relaxed or refused;
 hostile ones cost little."""
 
+import codecs
 import json
 import random
 import resource
@@ -17,11 +18,19 @@ from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol import grammar
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.grammar import GrammarVocabulary, Matcher
-from dovetail.protocol.messages import MAX_GRAMMAR, VocabularyFacts, grammar_engine
+from dovetail.protocol.messages import (
+    MAX_GRAMMAR,
+    Constraint,
+    ThoughtBudget,
+    VocabularyFacts,
+    grammar_engine,
+)
+from dovetail.runtime.text.tokenizer import TextCodec
 from support.schemas import HOSTILE, REFUSED, RELAXED, VALID, thing
 
 TOKENIZER = (DEMO_FOLDER / "target" / "tokenizer.json").read_bytes()
 TEXT = Tokenizer.from_buffer(TOKENIZER)
+CODEC = TextCodec(TOKENIZER, VocabularyFacts(digest="", size=4096, end=(1,)))
 SIZE, END = 4096, 1
 OTHERS = {
     "regex": grammar.of_regex(r"[A-Z][a-z]{2,8}( [a-z]{1,9}){1,4}\."),
@@ -33,6 +42,25 @@ OTHERS = {
     ),
 }
 GRAMMARS = {**{name: grammar.of_schema(VALID[name]) for name in [*VALID][::7]}, **OTHERS}
+AFTER_THOUGHT = grammar.of_lark(
+    r"""start: thought /[a-z]{1,9}/
+    thought[lazy]: /(.|\n)*<\/t>/"""
+)
+
+
+def limited(tokens: int, text: str = "", *, begun: bool = True) -> Constraint:
+    """The budget of a thought, and what the whole reply follows."""
+    thoughts = ThoughtBudget(tokens=tokens, open="<t>", close="</t>", begun=begun)
+    return Constraint(grammar=text, engine=grammar_engine(), thoughts=thoughts)
+
+
+CONSTRAINTS = {
+    **{name: Constraint(grammar=text, engine=grammar_engine()) for name, text in GRAMMARS.items()},
+    "thought": limited(9, AFTER_THOUGHT),
+    "any thought": limited(9),
+    "no thought": limited(0),
+    "own thought": limited(5, begun=False),
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +79,19 @@ def walk(matcher: Matcher, seed: int, most: int = 60) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("name", CONSTRAINTS)
 def test_what_is_allowed_depends_on_the_tokens_alone(
     vocabulary: GrammarVocabulary, name: str
 ) -> None:
     """Whether they were consumed one by one, with masks computed in between, at once, by copies, or
     after other branches were tried, and by another instance."""
-    text = GRAMMARS[name]
+    own = CONSTRAINTS[name]
     other = GrammarVocabulary(TOKENIZER, SIZE, [END]) if name == "regex" else vocabulary
     for seed in range(2):
-        tokens = walk(vocabulary.matcher(text), seed)
-        stepping, copied = vocabulary.matcher(text), vocabulary.matcher(text)
+        tokens = walk(vocabulary.follow(own), seed)
+        stepping, copied = vocabulary.follow(own), vocabulary.follow(own)
         for place, token in enumerate(tokens):
-            at_once = other.matcher(text)
+            at_once = other.follow(own)
             at_once.consume(tokens[:place])
             expected = at_once.allowed()
             for branch in expected.nonzero()[0][:3].tolist():
@@ -78,6 +106,50 @@ def test_what_is_allowed_depends_on_the_tokens_alone(
             stepping.consume([token])
             copied = copied.copy()
             copied.consume([token])
+
+
+def text_of(tokens: list[int]) -> bytes:
+    return b"".join(map(CODEC.piece, tokens))
+
+
+def obliged(own: ThoughtBudget, reply: list[int]) -> list[int]:
+    """What must follow a reply, from its beginning: the slow version."""
+    ends = range(len(reply) + 1)
+    opened = (n for n in ends if text_of(reply[:n]).lstrip().startswith(own.open.encode()))
+    at = 0 if own.begun else next(opened, None)
+    if at is None or own.close.encode() in text_of(reply[at:]):
+        return []
+    for end in range(at, len(reply) + 1):
+        spent, decoder = end - at - own.tokens, codecs.getincrementaldecoder("utf-8")("ignore")
+        decoder.decode(text_of(reply[at:end]))
+        if spent >= 3 or (spent >= 0 and not decoder.getstate()[0]):
+            return TEXT.encode(own.close).ids[len(reply) - end :]
+    return []
+
+
+@pytest.mark.parametrize("close", ["</t>", "<|user|>"])
+@pytest.mark.parametrize("opening", ["", "<t>", " \n<t>", "<t", "no <t>"])
+def test_a_thought_ends_at_its_budget_after_a_whole_character(
+    vocabulary: GrammarVocabulary, close: str, opening: str
+) -> None:
+    """Or before it, at an end of its own. The rest is free, as is a reply without a thought."""
+    chance, forced = random.Random(1), 0
+    halves = [token for token in range(SIZE) if text_of([token])[-1] > 127]
+    for budget in range(0, 20, 4):
+        own = ThoughtBudget(tokens=budget, open="<t>", close=close, begun=not opening)
+        matcher = vocabulary.follow(Constraint(grammar="", engine="", thoughts=own))
+        reply, script = list[int](), [*TEXT.encode(opening).ids]
+        while len(reply) < 40:
+            must, allowed = obliged(own, reply), matcher.allowed().nonzero()[0].tolist()
+            assert matcher.forced() == must
+            assert allowed == (must[:1] or [*range(SIZE)])
+            if not script and chance.random() < 0.02:
+                script = [*TEXT.encode(close).ids]
+            free = script.pop(0) if script else chance.choice(chance.choice([halves, allowed]))
+            reply += must[:1] or [free]
+            matcher.consume(reply[-1:])
+            forced += bool(must)
+    assert bool(forced) is (opening.strip() in ("", "<t>"))
 
 
 @pytest.mark.parametrize("name", VALID)

@@ -190,6 +190,12 @@ def test_a_call_that_is_cut_keeps_its_name_and_what_there_is_of_its_arguments() 
     assert found == ("call", "get_weather", "id0000000", '{"place": "Par')
 
 
+def test_arguments_in_a_string_keep_their_blanks() -> None:
+    text = json.dumps({"name": "get_weather", "arguments": '{"place": "New York"}'})
+    (found,) = read(support_of(codec("hermes")), f"<tool_call>{text}</tool_call>", [30, 50])
+    assert found == ("call", "get_weather", "id0000000", '{"place": "New York"}')
+
+
 def test_arguments_leave_while_they_are_written() -> None:
     reader = parser(support_of(codec("hermes")))
     begun = reader.feed('<tool_call>\n{"name": "get_weather", "arguments": {"place": "Pa')
@@ -204,7 +210,7 @@ def test_thoughts_that_the_prompt_has_opened_are_reasoning() -> None:
     assert shown(events) == [("reasoning", "so it is"), ("text", "Yes")]
 
 
-@pytest.mark.parametrize("family", [name for name in TEMPLATES if name != "harmony"])
+@pytest.mark.parametrize("family", [one for one in TEMPLATES if one not in ("harmony", "olmo")])
 def test_calls_are_those_of_transformers(family: str) -> None:
     support = support_of(codec(family))
     assert support.family is not None
@@ -214,6 +220,32 @@ def test_calls_are_those_of_transformers(family: str) -> None:
     flat = [one for part in told for one in (part if isinstance(part, list) else [part])]
     functions = [one.get("function", one) for one in flat]
     assert calls(read(support, text)) == [(one["name"], one["arguments"]) for one in functions]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("f(a=1, b='x')\ng.h()", [("f", {"a": 1, "b": "x"}), ("g.h", {})]),
+        (
+            '[f(a=[true, None, {"b": -1.5}]), f()]',
+            [("f", {"a": [True, None, {"b": -1.5}]}), ("f", {})],
+        ),
+        ("f(1)", None),
+        ("f(a=b)", None),
+        ("import os", None),
+        ("f(a=1", None),
+        ("f(**{'a': 1})", None),
+        ("f(a={**{}})", None),
+        ("f()\nf(a=1e999)", None),
+        ("f(a=" + "[" * 5000 + ")", None),
+    ],
+)
+def test_calls_in_python_are_read_and_what_is_none_is_text(text: str, expected: Any) -> None:
+    found = read(support_of(codec("olmo")), f"<function_calls>{text}</function_calls>")
+    if expected is None:
+        assert found == [("text", f"<function_calls>{text}</function_calls>")]
+    else:
+        assert calls(found) == expected
 
 
 # -- grammars --------------------------------------------------------------------------------------
@@ -305,6 +337,23 @@ def test_a_grammar_allows_the_tools_of_the_choice_alone() -> None:
     said = {walk(text, constraint.grammar, seed) or "" for seed in range(6)}
     blank = {"".join(one.split()) for one in said}
     assert blank == {'<tool_call>{"name":"now","arguments":{}}</tool_call>'}
+
+
+def test_optional_arguments_are_written_in_any_number_once_each() -> None:
+    text, support = codec("olmo"), Support(None, FAMILIES["olmo"])
+    types = {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"enum": [1]}}
+    one = (tool({"type": "object", "properties": types}, strict=False),)
+    constraint = constraint_of(ToolUse(one, one, True, False), support, text, thinking=False)
+    vocabulary, found = GrammarVocabulary.of(text.content, text.facts), list[str]()
+    for some in itertools.product(("a=true", ""), ("b=null", ""), ("c=1", "")):
+        found.append(", ".join(filter(None, some)))
+        call = f"<function_calls>odd({found[-1]})</function_calls>"
+        matcher = vocabulary.matcher(constraint.grammar)
+        matcher.consume(text.encode(call, special=False))
+        assert matcher.complete
+    said = [walk(text, constraint.grammar, seed) for seed in range(8)]
+    written = [one.split("(", 1)[1].split(")")[0] for one in said if one is not None]
+    assert {one.replace(" ", "") for one in written} <= {one.replace(" ", "") for one in found}
 
 
 def test_tools_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

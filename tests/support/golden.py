@@ -79,6 +79,7 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
         sampling=sampling,
         constraint=m.Constraint(
             grammar='start: "yes" | "no"',
+            thoughts=m.ThoughtBudget(tokens=512, open="<think>", close="</think>", begun=True),
             engine="llguidance 1.9.1",
             kind="json_schema",
             relaxed=('Unimplemented keys: ["not"]',),

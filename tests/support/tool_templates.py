@@ -54,6 +54,10 @@ CALLS: Mapping[str, str] = {
         )
         + "</tool_call>\n",
     ),
+    "olmo": "<function_calls>"
+    "{% for c in m.tool_calls %}{{ c.function.name }}("
+    "{% for k, v in c.function.arguments.items() %}{{ ', ' if not loop.first }}{{ k }}="
+    "{{ v | tojson }}{% endfor %}){{ '\n' if not loop.last }}{% endfor %}</function_calls>",
     "gemma": EACH.replace(
         "CALL", "<|tool_call>call:{{ c.function.name }}{{ '{' }}" + GEMMA + "{{ '}' }}<tool_call|>"
     ),
@@ -100,6 +104,6 @@ MARKERS = (
     *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     *("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|call|>", "<|return|>"),
     *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<arg_key>"),
-    *("</arg_key>", "<arg_value>", "</arg_value>"),
+    *("</arg_key>", "<arg_value>", "</arg_value>", "<function_calls>", "</function_calls>"),
 )
 """The special tokens of the families' vocabularies."""

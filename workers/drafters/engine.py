@@ -50,7 +50,7 @@ class Engine(ABC, Generic[SessionT]):
             return None
         from dovetail.workers.speculation.constrained import Constrained
 
-        return Constrained(self.vocabulary().matcher(order.constraint.grammar), drafts=True)
+        return Constrained(self.vocabulary().follow(order.constraint), drafts=True)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise `RequestError` if the engine cannot read one of `tokens`."""

@@ -238,7 +238,7 @@ class Opener:
             return None
         own = self._model.checkpoint
         vocabulary = GrammarVocabulary.of(own.tokenizer, own.vocabulary)
-        return Constrained(vocabulary.matcher(order.constraint.grammar))
+        return Constrained(vocabulary.follow(order.constraint))
 
     def refeed(
         self,

@@ -87,6 +87,7 @@ class MessagesBody(CountBody):
         """Return the fields of the chat."""
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         own = {name: getattr(self, name) for name in same}
+        own["thinking_token_budget"] = (self.thinking or {}).get("budget_tokens")
         return {**super().chat(), **own, "stop": self.stop_sequences or None}
 
 
@@ -279,7 +280,10 @@ def add_anthropic(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages", **documented("messages"))
     async def messages(body: MessagesBody, request: Request) -> Response:
         """The reply to a conversation, as Anthropic's API has it."""
-        return await service.answer(as_body(ChatBody, body.chat()), request, MessagesWriter)
+        chat, target = body.chat(), await service.target(body.model)
+        if (await service.support(target)).thoughts is None:
+            del chat["thinking_token_budget"]
+        return await service.answer(as_body(ChatBody, chat), request, MessagesWriter)
 
     @app.post("/v1/messages/count_tokens", **documented("count_tokens"))
     async def count_tokens(body: CountBody, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """ollama's API: /api/chat and /api/generate, in lines of JSON, and its descriptions of models. From
 ollama's reference and the types of its client."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -144,15 +144,10 @@ def _messages(messages: list[Object]) -> list[Object]:
             own["reasoning_content"] = thinking
         if calls := message.get("tool_calls"):
             listed = calls if isinstance(calls, list) else [calls]
-            functions = [_function(one, at) for one in listed]
-            numbers = [f"call{index:04}{place:01}" for place in range(len(functions))]
-            waiting = [
-                (str(one.get("name")), number)
-                for one, number in zip(functions, numbers, strict=True)
-            ]
+            called = [(f"call{index:04}{n}", _function(one, at)) for n, one in enumerate(listed)]
+            waiting = [(str(one.get("name")), number) for number, one in called]
             own["tool_calls"] = [
-                call(number, one.get("name"), one.get("arguments") or {})
-                for one, number in zip(functions, numbers, strict=True)
+                call(number, one.get("name"), one.get("arguments") or {}) for number, one in called
             ]
         if role == "tool":
             name = message.get("tool_name") or message.get("name")
@@ -181,7 +176,7 @@ class OllamaWriter(BlockWriter):
 
     def comment(self, read: PromptRead | None) -> bytes:
         """Return a line without text, since there are no comments."""
-        return self._line(self._delta("", "text")).encode()
+        return self._line(self._reply("")).encode()
 
     def failed(self, error: ApiError) -> bytes:
         """Return the line of an error."""
@@ -190,19 +185,22 @@ class OllamaWriter(BlockWriter):
     def whole(self) -> Object:
         """Return the reply in one piece."""
         blocks = self._blocks.all
-        own = self._all(all_text(blocks, "text"), all_text(blocks, "reasoning"))
+        calls = [_call(block) for block in blocks if block.call is not None]
+        own = self._reply(all_text(blocks, "text"), all_text(blocks, "reasoning"), calls)
         return {**self._about(), **own, **self._end()}
 
     def _change(self, change: Change) -> str:
         block = change.block
-        if change.what == "more" and block.call is None:
-            return self._line(self._delta(change.text, block.kind))
+        if change.what == "more" and block.kind == "text":
+            return self._line(self._reply(change.text))
+        if change.what == "more" and block.kind == "reasoning":
+            return self._line(self._reply("", change.text))
         if change.what == "end" and block.call is not None:
-            return self._line({"message": {**_assistant(""), "tool_calls": [_call(block)]}})
+            return self._line(self._reply("", calls=[_call(block)]))
         return ""
 
     def _ended(self) -> str:
-        return f"{compact({**self._about(), **self._delta('', 'text'), **self._end()})}\n"
+        return f"{compact({**self._about(), **self._reply(''), **self._end()})}\n"
 
     def _line(self, fields: Object) -> str:
         return f"{compact({**self._about(), **fields, 'done': False})}\n"
@@ -211,17 +209,10 @@ class OllamaWriter(BlockWriter):
         created = datetime.fromtimestamp(self._order.created, UTC)
         return {"model": self._model, "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ")}
 
-    def _delta(self, text: str, kind: str) -> Object:
-        """Return new text or reasoning."""
-        if kind == "reasoning":
-            return {"message": {**_assistant(""), "thinking": text}}
-        return {"message": _assistant(text)}
-
-    def _all(self, text: str, reasoning: str) -> Object:
-        """Return a whole reply."""
-        calls = [_call(block) for block in self._blocks.all if block.call is not None]
+    def _reply(self, text: str, reasoning: str = "", calls: Sequence[Object] = ()) -> Object:
+        """Return a reply, or a part of one."""
         thinking = {"thinking": reasoning} if reasoning else {}
-        called = {"tool_calls": calls} if calls else {}
+        called = {"tool_calls": [*calls]} if calls else {}
         return {"message": {**_assistant(text), **thinking, **called}}
 
     def _end(self) -> Object:
@@ -245,12 +236,7 @@ class OllamaWriter(BlockWriter):
 class GenerateWriter(OllamaWriter):
     """Writes a reply of /api/generate."""
 
-    def _delta(self, text: str, kind: str) -> Object:
-        if kind == "reasoning":
-            return {"response": "", "thinking": text}
-        return {"response": text}
-
-    def _all(self, text: str, reasoning: str) -> Object:
+    def _reply(self, text: str, reasoning: str = "", calls: Sequence[Object] = ()) -> Object:
         return {"response": text, **({"thinking": reasoning} if reasoning else {})}
 
 

@@ -29,7 +29,7 @@ from dovetail.runtime.http.resuming import StreamPlace, beyond, event_id
 from dovetail.runtime.text.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
-EMPTY = '""'
+EMPTY, NO_TEXT = '""', '{"content":""}'
 LEAST_LOGPROB = -9999.0  # OpenAI's number for a logarithm that JSON cannot represent
 
 
@@ -212,11 +212,25 @@ class CompletionWriter(Writer):
     def _deltas(self, events: Iterable[Event]) -> list[str]:
         """Return the events as contents of chunks, in JSON."""
 
-    @abstractmethod
     def _choice(
         self, index: int, delta: str | None, tokens: Sequence[ShownToken], reason: str | None
     ) -> str:
         """Return a choice of a chunk. `delta`: "" for no text, None at the end."""
+        scores = self._scores(tokens) if tokens else None
+        logprobs = "null" if scores is None else json.dumps(scores)
+        return f'{{"index":{index},{self._content(delta)},"logprobs":{logprobs},"finish_reason":{json.dumps(reason)}{self._extra(tokens)}}}'  # noqa: E501
+
+    @abstractmethod
+    def _content(self, delta: str | None) -> str:
+        """Return the field of a choice that has its text."""
+
+    def _scores(self, tokens: Sequence[ShownToken]) -> dict[str, Any] | None:
+        """Return the log-probabilities of a choice, if requested."""
+        return self._logprobs(tokens) if self._order.logprobs is not None else None
+
+    @abstractmethod
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        """Return the log-probabilities of tokens."""
 
     # -- whole -------------------------------------------------------------------------------------
 
@@ -320,25 +334,14 @@ class ChatWriter(CompletionWriter):
                     deltas.append(compact({"tool_calls": [more]}))
         return deltas
 
-    def _choice(
-        self, index: int, delta: str | None, tokens: Sequence[ShownToken], reason: str | None
-    ) -> str:
-        delta = "{}" if delta is None else delta or '{"content":""}'
-        logprobs = (
-            json.dumps({"content": self._logprobs(tokens)})
-            if self._order.logprobs is not None and tokens
-            else "null"
-        )
-        return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{json.dumps(reason)}{self._extra(tokens)}}}'  # noqa: E501
+    def _content(self, delta: str | None) -> str:
+        return f'"delta":{"{}" if delta is None else delta or NO_TEXT}'
 
     def _whole_choice(
         self, index: int, events: Sequence[Event], tokens: Sequence[ShownToken], reason: str
     ) -> dict[str, Any]:
-        logprobs = (
-            {"content": self._logprobs(tokens), "refusal": None}
-            if self._order.logprobs is not None
-            else None
-        )
+        scores = self._scores(tokens)
+        logprobs = None if scores is None else {**scores, "refusal": None}
         blocks = blocks_of(events)
         text, reasoning = all_text(blocks, "text"), all_text(blocks, "reasoning")
         calls = [_call(block.call, block.text) for block in blocks if block.call is not None]
@@ -355,7 +358,7 @@ class ChatWriter(CompletionWriter):
             message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, tokens: Sequence[ShownToken]) -> list[dict[str, Any]]:
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
         scored = []
         for shown in tokens:
             scores = shown.logprobs or TokenLogprobs(logprob=0.0)
@@ -364,7 +367,7 @@ class ChatWriter(CompletionWriter):
                 for token, logprob in scores.top[: self._order.logprobs]
             ]
             scored.append({**self._scored(shown.token, scores.logprob), "top_logprobs": top})
-        return scored
+        return {"content": scored}
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -392,22 +395,15 @@ class TextWriter(CompletionWriter):
     def _deltas(self, events: Iterable[Event]) -> list[str]:
         return [json.dumps(event.text) for event in events if isinstance(event, Text)]
 
-    def _choice(
-        self, index: int, delta: str | None, tokens: Sequence[ShownToken], reason: str | None
-    ) -> str:
-        logprobs = (
-            json.dumps(self._logprobs(tokens))
-            if self._order.logprobs is not None and tokens
-            else "null"
-        )
-        return f'{{"index":{index},"text":{delta or EMPTY},"logprobs":{logprobs},"finish_reason":{json.dumps(reason)}{self._extra(tokens)}}}'  # noqa: E501
+    def _content(self, delta: str | None) -> str:
+        return f'"text":{delta or EMPTY}'
 
     def _whole_choice(
         self, index: int, events: Sequence[Event], tokens: Sequence[ShownToken], reason: str
     ) -> dict[str, Any]:
         text = "".join(event.text for event in events if isinstance(event, Text))
-        logprobs = self._logprobs(tokens) if self._order.logprobs is not None else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        scores = self._scores(tokens)
+        return {"index": index, "text": text, "logprobs": scores, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
         """Return log-probabilities, adding the token to the likeliest; a prompt's first token has

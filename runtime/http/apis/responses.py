@@ -314,11 +314,11 @@ class ResponsesWriter(BlockWriter):
         kind, logprobs = NAMES[block.kind], NO_LOGPROBS if block.kind == "text" else {}
         match change.what:
             case "begin":
-                empty = self._item(Block(block.kind, block.index, block.call), "in_progress")
-                lines = self._event("response.output_item.added", **index, item=empty)
+                empty = Block(block.kind, block.index, block.call)
+                item = self._item(empty, "in_progress")
+                lines = self._event("response.output_item.added", **index, item=item)
                 if block.call is None:
-                    nothing = _part(Block(block.kind, block.index))
-                    lines += self._event("response.content_part.added", **part, part=nothing)
+                    lines += self._event("response.content_part.added", **part, part=_part(empty))
                 return lines
             case "more":
                 return self._event(f"{kind}.delta", **part, delta=change.text, **logprobs)

@@ -199,19 +199,22 @@ async def answer(error: ApiError, send: Send, path: str = "") -> None:
     """Answer with an error, in the form of the API of `path`; the connection stays open for clients
     that are still sending."""
     body = json.dumps(shaped(error, path)).encode()
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        **error.headers,
-    }
-    await send(
-        {
-            "type": "http.response.start",
-            "status": error.status,
-            "headers": [(n.encode(), v.encode()) for n, v in headers.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
+    more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    await respond(send, body, error.status, headers=more)
+
+
+async def respond(
+    send: Send,
+    content: bytes,
+    status: int = 200,
+    *,
+    kind: bytes = b"application/json",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+) -> None:
+    """Answer with this content, in one piece."""
+    about = [(b"content-type", kind), (b"content-length", str(len(content)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": about})
+    await send({"type": "http.response.body", "body": content})
 
 
 def is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:

@@ -82,6 +82,20 @@ def test_anthropics_client_reads_replies_whole_and_streamed(server: Api) -> None
             assert stream.get_final_message().usage.output_tokens == 5
 
 
+def test_a_model_without_thoughts_needs_no_budget_for_them(server: Api) -> None:
+    """Anthropic's clients always send one."""
+    body: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 5}
+    for budget in (0, -1):
+        whole = server.chat("w5 w6", max_tokens=5, thinking_token_budget=budget)
+        assert whole["choices"][0]["message"]["content"] == REPLY
+    wrong = server.refusal("/v1/chat/completions", {**body, "reasoning_budget": 9})
+    assert (wrong["param"], wrong["code"]) == ("thinking_token_budget", "unsupported_parameter")
+    assert "writes no thoughts" in wrong["message"]
+    with anthropic.Anthropic(base_url=server.url, api_key="none") as client:
+        reply = client.messages.create(**body, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert [block.text for block in reply.content if block.type == "text"] == [REPLY]
+
+
 def test_a_stop_string_is_named_to_anthropics_client(server: Api) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="none") as client:
         word = REPLY.split()[2]
