@@ -37,8 +37,8 @@ QUESTION = "Describe a person: name, age, city, and five things that the person 
 def masks(file: str, tokens: int, runs: int, more: tuple[str, ...]) -> None:
     """Measure completions with FILE (default: the embedded target) without a draft: free, and under
     a grammar that allows every text, in alternation; the difference is the cost of masks. Then
-    measure tau with trees of a fixed size, free and under a JSON schema. MORE are further options of `dovetail
-    serve`, behind `--`.
+    measure tau with trees of a fixed size, free and under a JSON schema. MORE are further options
+    of `dovetail serve`, behind `--`.
     """
     command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "serve"]
     whole = ("--tree.policy=budget", "--tree.insist=true")  # else a draft that is too slow rests
