@@ -2,7 +2,7 @@
 writer of each API turns them into its own wire format. Pure."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -60,14 +60,8 @@ def without(events: Iterable[Event], characters: int) -> tuple[Event, ...]:
         characters -= skipped
         if not skipped:
             left.append(event)
-        elif skipped < size(event):
-            match event:
-                case Reasoning(text):
-                    left.append(Reasoning(text[skipped:]))
-                case Text(text):
-                    left.append(Text(text[skipped:]))
-                case CallArguments(index, text):
-                    left.append(CallArguments(index, text[skipped:]))
+        elif skipped < size(event) and not isinstance(event, CallBegun | CallEnded):
+            left.append(replace(event, text=event.text[skipped:]))
     return tuple(left)
 
 

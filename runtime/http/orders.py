@@ -42,7 +42,7 @@ from dovetail.runtime.tools.conversation import (
     tool_use,
 )
 from dovetail.runtime.tools.grammars import Refused, constraint_of
-from dovetail.runtime.tools.support import Support, support_of
+from dovetail.runtime.tools.support import support_of
 
 COMPLETION_TOKENS = 16  # tokens of a text completion without `max_tokens`: OpenAI's default
 OVERRIDES = (
@@ -359,24 +359,25 @@ def _conversation(
             except Refused as error:
                 param, code = f"tools[{error.place}].function.parameters", "unsupported_schema"
                 raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
-    return prompt, reading, _budgeted(constraint, body, support, defaults, thinking=thinking)
+    return prompt, reading, _budgeted(constraint, body, target, defaults, thinking=thinking)
 
 
 def _budgeted(
     constraint: Constraint | None,
     body: ChatBody,
-    support: Support,
+    target: RequestTarget,
     defaults: Defaults,
     *,
     thinking: bool,
 ) -> Constraint | None:
-    """Return a constraint with the budget of a reply's thought, if there is one."""
-    given, thoughts = body.thinking_token_budget, support.thoughts
+    """Return a constraint with the budget of a reply's thought, if it has one that it can exceed.
+    `thinking`: the prompt ends within the thought."""
+    given, thoughts = body.thinking_token_budget, support_of(target.text).thoughts
     if thoughts is None and given is not None and given > 0:
         why = "this model writes no thoughts that are known here: leave thinking_token_budget out"
         raise ApiError(400, why, param="thinking_token_budget", code="unsupported_parameter")
     most = defaults.reasoning_budget if given is None else given
-    if thoughts is None or most < 0:
+    if thoughts is None or not 0 <= most < target.context:
         return constraint
     own = ThoughtBudget(tokens=most, open=thoughts.open, close=thoughts.close, begun=thinking)
     free = Constraint(grammar="", engine=grammar_engine(), kind="reasoning")

@@ -25,8 +25,7 @@ START = "\0"  # what precedes the part of a reply that the template has written
 PLAIN = re.compile(r"[^\s<\[{]+")  # text in which no marker begins
 UNREADABLE = (ValueError, KeyError)
 """What the parser raises for calls that it cannot read."""
-
-NOT_PYTHON = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
+NOT_PYTHON = (ValueError, KeyError, SyntaxError, TypeError, RecursionError, MemoryError)
 NAMES: Mapping[str, Any] = {"true": True, "false": False, "null": None}  # JSON's in Python
 
 
@@ -39,22 +38,17 @@ def python_calls(text: str) -> list[tuple[str, str]]:
         for one in found.elts if isinstance(found, ast.List) else (found,):
             if not isinstance(one, ast.Call) or one.args or not all(w.arg for w in one.keywords):
                 raise ValueError("not a call with named arguments")
-            given = {str(word.arg): _value(word.value) for word in one.keywords}
+            given = {w.arg: ast.literal_eval(_Literals().visit(w.value)) for w in one.keywords}
             written = json.dumps(given, ensure_ascii=False, allow_nan=False)
             calls.append((ast.unparse(one.func), written))
     return calls
 
 
-def _value(node: ast.expr) -> Any:
-    """Return the value of a literal, which may have JSON's names."""
-    match node:
-        case ast.Name(id=name) if name in NAMES:
-            return NAMES[name]
-        case ast.List(elts=parts):
-            return [*map(_value, parts)]
-        case ast.Dict(keys=keys, values=values) if all(keys):
-            return {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k}
-    return ast.literal_eval(node)
+class _Literals(ast.NodeTransformer):
+    """Puts values in place of JSON's names."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(NAMES[node.id])
 
 
 def load_parser() -> Any:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from agents.catalogue import Call
-from agents.dialects import DIALECTS, Dialect, Turn, event_bytes
+from agents.dialects import DIALECTS, Dialect, Turn, streamed
 from support.replying import QuietHandler, listening
 
 KEPT_HEADERS = ("accept", "anthropic-beta", "anthropic-version", "content-type", "user-agent")
@@ -61,8 +61,7 @@ def scripted(calls: tuple[Call, ...]) -> Iterator[tuple[str, list[dict[str, Any]
                 self._answer(404, json.dumps({"type": "error", "error": error}).encode())
                 return
             turn = turn_of(dialect, body, calls)
-            events = (event_bytes(dialect, *event) for event in dialect.stream(turn))
-            self._answer(200, b"".join(events), "text/event-stream")
+            self._answer(200, streamed(dialect, turn), "text/event-stream")
 
         def _answer(self, status: int, body: bytes, kind: str = "application/json") -> None:
             self.send_response(status)

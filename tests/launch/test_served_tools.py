@@ -4,7 +4,8 @@ openai-python as the client."""
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from support.served import ready
 from support.tool_templates import NOW, TEMPLATES
 
 Start = Callable[..., subprocess.Popen[str]]
+Client = Callable[..., openai.OpenAI]
 ASKED: dict[str, Any] = {"role": "user", "content": "How is the weather in Rome?"}
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -40,21 +42,26 @@ DEMANDED: dict[str, Any] = {
 }
 
 
-def client_of(
-    start: Start, folder: Path, family: str, *flags: str, thought: str = ""
-) -> openai.OpenAI:
-    """A client of the embedded target with a family's template, in which there are no thoughts;
-    `thought`: what opens one before each reply."""
-    template = TEMPLATES[family].replace("<think>\n", "").replace("[THINK]", "")
-    template = template.replace(
-        "<|assistant|>\n{% endif %}", f"<|assistant|>\n{thought}{{% endif %}}"
-    )
-    target = folder / "target"
-    shutil.copytree(TARGET_FOLDER, target)
-    (target / "chat_template.jinja").write_text(template, encoding="utf-8")
-    flags = ("--http.port", "0", "--draft.device", "cpu", "--json", *flags)
-    url = ready(start("serve", "--target", str(target), *flags))["url"]
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="x", timeout=PATIENCE_S, max_retries=0)
+@pytest.fixture
+def client_of(start: Start, tmp_path: Path) -> Iterator[Client]:
+    """Returns a client of the embedded target with a family's template, in which there are no
+    thoughts; `thought`: what opens one before each reply."""
+    with ExitStack() as clients:
+
+        def begin(family: str, *flags: str, thought: str = "") -> openai.OpenAI:
+            template = TEMPLATES[family].replace("<think>\n", "").replace("[THINK]", "")
+            begun = f"<|assistant|>\n{thought}{{% endif %}}"
+            template = template.replace("<|assistant|>\n{% endif %}", begun)
+            target = tmp_path / "target"
+            shutil.copytree(TARGET_FOLDER, target)
+            (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+            own = ("--http.port", "0", "--draft.device", "cpu", "--json", *flags)
+            url = ready(start("serve", "--target", str(target), *own))["url"]
+            return clients.enter_context(
+                openai.OpenAI(base_url=f"{url}/v1", api_key="x", timeout=PATIENCE_S, max_retries=0)
+            )
+
+        yield begin
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
@@ -97,8 +104,8 @@ def assert_valid(reply: Any) -> None:
     jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
 
 
-def test_a_call_is_demanded_streamed_answered_and_refused(start: Start, tmp_path: Path) -> None:
-    client = client_of(start, tmp_path, "hermes")
+def test_a_call_is_demanded_streamed_answered_and_refused(client_of: Client) -> None:
+    client = client_of("hermes")
     for seed in range(2):
         whole = ask(client, seed=seed)
         assert_valid(whole)
@@ -146,11 +153,11 @@ def test_a_call_is_demanded_streamed_answered_and_refused(start: Start, tmp_path
         assert refused.value.param == param
 
 
-def test_a_thought_ends_at_its_budget(start: Start, tmp_path: Path) -> None:
+def test_a_thought_ends_at_its_budget(client_of: Client) -> None:
     """With tools and without, whole and streamed, with a draft and without; by default, and under
     the names of vLLM, llama-server and Anthropic."""
     flags = ("--http.reasoning_budget", "3")
-    client = client_of(start, tmp_path, "hermes", *flags, thought="<think>\n")
+    client = client_of("hermes", *flags, thought="<think>\n")
     free = dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), openai.omit)
 
     def thought(tokens: int | None, **fields: Any) -> Any:
@@ -191,6 +198,8 @@ def test_a_thought_ends_at_its_budget(start: Start, tmp_path: Path) -> None:
             assert said == (choice.message.content or "")
     fields = {**free, "temperature": 0, "max_tokens": 30}
     three = thought(3, **fields).choices[0].message.reasoning_content
+    endless = [thought(budget, **fields).choices[0] for budget in (-1, 1 << 40)]
+    assert endless[0].message == endless[1].message
     for own in ({}, {"thinking_budget_tokens": 3}, {"reasoning_budget": 3}):
         assert thought(None, own=own, **fields).choices[0].message.reasoning_content == three
     body = {
@@ -206,9 +215,9 @@ def test_a_thought_ends_at_its_budget(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_with_a_call_is_continued(start: Start, tmp_path: Path) -> None:
+def test_a_stream_with_a_call_is_continued(client_of: Client, tmp_path: Path) -> None:
     flags = ("--coordinator.journal", str(tmp_path / "journal"))
-    client = client_of(start, tmp_path, "hermes", *flags)
+    client = client_of("hermes", *flags)
     url = f"{str(client.base_url).rstrip('/')}/chat/completions"
     body = {**DEMANDED, "stream": True, "seed": 1, "dovetail": {"event_ids": True}}
 
@@ -248,8 +257,8 @@ def test_a_stream_with_a_call_is_continued(start: Start, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_a_call_of_each_family_is_valid(family: str, start: Start, tmp_path: Path) -> None:
-    client, valid = client_of(start, tmp_path, family), 0
+def test_a_call_of_each_family_is_valid(family: str, client_of: Client) -> None:
+    client, valid = client_of(family), 0
     for seed in range(8):
         whole = ask(client, seed=seed, max_tokens=240)
         if whole.choices[0].finish_reason == "length":

@@ -63,7 +63,7 @@ def masks(file: str, tokens: int, runs: int, more: tuple[str, ...]) -> None:
         for run in range(runs):
             pair = [reply(run, 1.0, **fields) for fields in (bound, free)]
             costs.append([1e3 / one["metrics"]["tokens_per_s"] for one in pair])
-            step(1)
+            step("")
         for temperature in (0.0, 1.0):
             with_schema = {"max_tokens": 200, "structured_outputs": {"json": SCHEMA}}
             found = [

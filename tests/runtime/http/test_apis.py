@@ -14,15 +14,14 @@ import ollama
 import openai
 import pytest
 
-from dovetail.protocol.arrays import Array
-from dovetail.protocol.messages import Described, Emitted, Finished, VocabularyFacts
+from dovetail.protocol.messages import Emitted
 from dovetail.protocol.settings import SamplingSettings, TreeSettings
 from dovetail.runtime.http.apis.anthropic import MessagesWriter
 from dovetail.runtime.http.apis.ollama import OllamaWriter
 from dovetail.runtime.http.apis.openai import ChatWriter
 from dovetail.runtime.http.apis.responses import ResponsesBody, ResponsesWriter
 from dovetail.runtime.http.apis.writers import OpenWriter
-from dovetail.runtime.http.asked import Aliases, RequestTarget
+from dovetail.runtime.http.asked import Aliases
 from dovetail.runtime.http.bodies import ChatBody
 from dovetail.runtime.http.events import (
     CallArguments,
@@ -36,17 +35,13 @@ from dovetail.runtime.http.events import (
     without,
 )
 from dovetail.runtime.http.orders import Defaults, chat_order
-from dovetail.runtime.http.replies import Part
-from dovetail.runtime.text.tokenizer import codec_of
 from dovetail.runtime.tools.conversation import Reading
 from dovetail.runtime.tools.formats import Format, Thoughts
-from support import golden
-from support.scripted import ScriptedTarget, continuation, tokenizer_bytes
+from support.scripted import ScriptedTarget, continuation
 from support.site import scripted
 from support.web import CHAT, TEMPLATE, Api, Backend, api, backend
+from support.written import MESSAGES, MODEL, described_target, written
 
-MODEL = "scripted-target"
-MESSAGES = [{"role": "user", "content": "w5 w6"}]
 ASKED: dict[str, Any] = {"model": MODEL, "messages": MESSAGES}
 REPLY = "".join(f" w{token}" for token in continuation(CHAT, 5))
 KEY = "0123456789abcdef"
@@ -320,42 +315,6 @@ def test_a_stream_has_the_progress_of_its_prompt_if_it_is_requested() -> None:
 # -- every kind of event ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def target() -> RequestTarget:
-    described = golden.representative()["described"]
-    assert isinstance(described, Described)
-    tokenizer = tokenizer_bytes()
-    facts = VocabularyFacts(digest="0", size=97, end=(0,), template=TEMPLATE)
-    changed = described.model_copy(
-        update={
-            "model": MODEL,
-            "vocabulary": facts,
-            "tokenizer": Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
-            "table": None,
-        }
-    )
-    return RequestTarget(changed, codec_of(changed))
-
-
-def written(target: RequestTarget, write: OpenWriter, *, pieces: int, stream: bool) -> bytes:
-    """What a writer makes of `SAID`, in parts of this many events."""
-    body = ChatBody.model_validate({"messages": MESSAGES, "stream": stream})
-    order = chat_order(body, target, Defaults(SamplingSettings(), TreeSettings()))
-    writer = write(order, target, MODEL, ())
-    (reply,) = writer.replies
-    finished = golden.representative()["finished"]
-    assert isinstance(finished, Finished)
-    result = finished.result.model_copy(update={"finish_reason": "stop", "token_ids": (5, 0)})
-    parts = [Part(tuple(SAID[at : at + pieces])) for at in range(0, len(SAID), pieces)]
-    last = reply.hear(finished.model_copy(update={"result": result}))
-    if not stream:
-        for part in (*parts, last):
-            writer.keep(reply, part)
-        return json.dumps(writer.whole()).encode()
-    lines = "".join(writer.lines(reply, part) for part in (*parts, last))
-    return writer.opening().encode() + lines.encode() + writer.last_lines()
-
-
 @contextmanager
 def answering(content: bytes, *, stream: bool) -> Iterator[str]:
     """The address of a server that answers every request with this."""
@@ -438,13 +397,10 @@ RESPONSES = partial(ResponsesWriter, asked=ResponsesBody(input="x"), left_out=()
     ids=["chat", "messages", "responses", "ollama"],
 )
 def test_reasoning_text_and_calls_arrive_in_any_pieces(
-    target: RequestTarget,
-    write: OpenWriter,
-    read: Callable[..., Read],
-    reason: str,
+    write: OpenWriter, read: Callable[..., Read], reason: str
 ) -> None:
     for stream, pieces in ((False, 1), (True, 1), (True, 3), (True, len(SAID))):
-        content = written(target, write, pieces=pieces, stream=stream)
+        content = written(write, SAID, pieces=pieces, stream=stream)
         calls = [call if write is not OllamaWriter else (None, *call[1:]) for call in CALLS]
         with answering(content, stream=stream) as url:
             got = read(url, stream=stream)
@@ -452,7 +408,8 @@ def test_reasoning_text_and_calls_arrive_in_any_pieces(
 
 
 @pytest.mark.parametrize("pieces", [1, 5])
-def test_the_tokens_of_reasoning_are_counted(target: RequestTarget, pieces: int) -> None:
+def test_the_tokens_of_reasoning_are_counted(pieces: int) -> None:
+    target = described_target()
     body = ChatBody.model_validate({"messages": MESSAGES})
     order = chat_order(body, target, Defaults(SamplingSettings(), TreeSettings()))
     order = replace(order, reading=Reading(Format(Thoughts("w5", "w6"))))
