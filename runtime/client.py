@@ -90,6 +90,7 @@ class Client:
         seed: int | None = None,
         sample: int = 0,
         owner: str = "",
+        salt: str = "",
         end: Sequence[int] | None = None,
         constraint: Constraint | None = None,
         vocabulary: str = "",
@@ -105,12 +106,12 @@ class Client:
         its replies carry.
 
         `sample`: which of several replies to the same prompt and seed; `owner`: the owner of the
-        request; `end`: ids that end the reply, None: the target's; `constraint`: the grammar of the
-        reply; `vocabulary`: the digest of the vocabulary of `tokens`, if the target must have the
-        same. `logprobs`: the number of
-        alternatives in the log-probabilities of each token, `scored`: also those of the prompt,
-        before the reply. `record`: every round is sent as a Recorded; `ahead`: whether drafting
-        continues while the target verifies, None: if that pays off."""
+        request, `salt`: cached rows are shared with the owner's requests of the same salt only;
+        `end`: ids that end the reply, None: the target's; `constraint`: the grammar of the reply;
+        `vocabulary`: the digest of the vocabulary of `tokens`, if the target must have the same.
+        `logprobs`: the number of alternatives in the log-probabilities of each token, `scored`:
+        also those of the prompt, before the reply. `record`: every round is sent as a Recorded;
+        `ahead`: whether drafting continues while the target verifies, None: if that pays off."""
         self._requests += 1
         self._send(
             Submit(
@@ -125,6 +126,7 @@ class Client:
                 seed=seed,
                 sample=sample,
                 owner=owner,
+                salt=salt,
                 end=None if end is None else tuple(end),
                 constraint=constraint,
                 vocabulary=vocabulary,

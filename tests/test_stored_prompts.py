@@ -4,6 +4,7 @@ begins with one is answered as by a service that reads everything."""
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,10 +29,11 @@ def prompt_of(client: Client, *more: str) -> tuple[int, ...]:
     return (*prompt, *(token for words in more for token in text.encode(words)))
 
 
-def answer(client: Client, prompt: Sequence[int], owner: str = "") -> Finished:
-    sampling, wish = Sampling(temperature=1.0), {"max_tokens": 30, "seed": 3, "end": ()}
+def answer(client: Client, prompt: Sequence[int], owner: str = "", salt: str = "") -> Finished:
+    wish: dict[str, Any] = {"max_tokens": 30, "seed": 3, "end": (), "tree": TREE}
+    sampling = Sampling(temperature=1.0)
     return client.complete(
-        client.submit(tokens=tuple(prompt), sampling=sampling, tree=TREE, owner=owner, **wish)  # type: ignore[arg-type]
+        client.submit(tokens=tuple(prompt), sampling=sampling, owner=owner, salt=salt, **wish)
     )
 
 
@@ -45,7 +47,7 @@ def wait_until_written(folder: Path) -> None:
 def test_after_a_restart_a_prompt_is_taken_from_disk_and_answered_as_if_it_were_read(
     draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For its owner only."""
+    """For its owner only, and requests of the same salt."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = {"cache.disk": "100MB", "coordinator.journal": "off", **DRAFTS[draft]}
     with running(flags) as client:
@@ -54,12 +56,15 @@ def test_after_a_restart_a_prompt_is_taken_from_disk_and_answered_as_if_it_were_
         assert (first.result.reused_tokens, first.result.reused_from) == (0, "")
         wait_until_written(tmp_path / "dovetail" / "prompts")
     with running(flags) as client:
-        anew = [answer(client, prompt, f"owner {place}") for place, prompt in enumerate(prompts)]
+        fresh = [answer(client, prompt, f"owner {place}") for place, prompt in enumerate(prompts)]
+        fresh.append(answer(client, prompts[0], "alice", "salt"))
         again = [answer(client, prompt, "alice") for prompt in prompts]
-    assert [one.result.reused_tokens for one in anew] == [0, 0]
+        salted = answer(client, prompts[0], "alice", "salt")
+    assert [one.result.reused_tokens for one in fresh] == [0, 0, 0]
+    assert salted.result.reused_from == "session"
     assert [one.result.reused_from for one in again] == ["disk", "session"]
     assert again[0].result.reused_tokens == 64 * BLOCKS
-    for one, wanted in zip((*again, first), (*anew, anew[0]), strict=True):
+    for one, wanted in zip((*again, first), (*fresh[:2], fresh[0]), strict=True):
         assert one.result.token_ids == wanted.result.token_ids
         assert one.margins == wanted.margins
         assert one.result.accepted_tokens > 0 or draft == "none"

@@ -307,6 +307,9 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
     )
     if worker["fingerprint"]:
         yield "fingerprint", worker["fingerprint"]
+    if worker["blocks"] or worker["damaged_blocks"]:
+        stored = f"{counted(worker['blocks'], 'stored block')} of prompts"
+        yield "cache", f"{stored}, {worker['damaged_blocks']} deleted as damaged"
     yield ("epoch", f"{worker['epoch']}, {worker['stale']} stale commands dropped")
 
 

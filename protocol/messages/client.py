@@ -81,6 +81,8 @@ class Submit(Message):
     owner: Name = ""
     """The user on whose behalf the sender requests this: the cache of an ended session is reused
     only for requests of the same owner."""
+    salt: Name = ""
+    """Further limits this reuse to requests of the same salt."""
     end: Ends | None = None
     """Ids that end the reply; None: the target's."""
     constraint: Constraint | None = None

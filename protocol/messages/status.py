@@ -146,6 +146,9 @@ class WorkerState(Frozen):
     """The spellings of the tokens that end a target's reply."""
     grammars: Name = ""
     """The library by which it masks the tokens of constrained replies; empty: it does not."""
+    blocks: Count = 0
+    """Stored blocks of prompts; `damaged_blocks`: those whose files were damaged and deleted."""
+    damaged_blocks: Count = 0
 
 
 class PairState(Frozen):

@@ -318,6 +318,8 @@ class Blocks(Message):
     """The names of the blocks (`prefixes.py`), 32 bytes each."""
     stored: bool
     """False: they are gone."""
+    damaged: Count = 0
+    """The files of blocks that were damaged and have been deleted since the worker started."""
 
     @field_validator("names")
     @classmethod

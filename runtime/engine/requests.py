@@ -30,6 +30,10 @@ def read_request(submit: Submit, target: Worker, client: str = "", sharing: str 
     check_ids("the prompt", prompt, target.facts.size)
     _check_sampling(submit, target)
     seed = random_seed() if submit.seed is None else submit.seed
+    owner = f"{client}/{submit.owner}"
+    scope = "" if sharing == "all" else owner
+    if submit.salt:
+        scope = f"{scope}\n{submit.salt}"
     return Request(
         prompt=prompt,
         key=session_key(seed, submit.sample, prompt),
@@ -44,8 +48,8 @@ def read_request(submit: Submit, target: Worker, client: str = "", sharing: str 
         progress=submit.progress,
         logprobs=submit.logprobs,
         scored=submit.scored,
-        owner=(owner := f"{client}/{submit.owner}"),
-        scope=(scope := "" if sharing == "all" else owner),
+        owner=owner,
+        scope=scope,
         blocks=b"" if sharing == "off" else digest_of(scope),
         constraint=submit.constraint,
     )

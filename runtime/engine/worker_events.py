@@ -112,6 +112,7 @@ class WorkerEvents:
                 raise StaleError(f"{worker.name} sent Hello twice")
             case Blocks():
                 worker.blocks.note(event.names, stored=event.stored)
+                worker.blocks.damaged = event.damaged
             case Closed():
                 pass
 

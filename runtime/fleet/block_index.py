@@ -15,6 +15,7 @@ class BlockIndex:
 
     seed: bytes = b""  # from which their names begin; empty: it stores none
     known: int = 0  # how many tokens after a row the row depends on
+    damaged: int = 0  # files that were damaged and have been deleted
     _names: set[bytes] = field(default_factory=set)
 
     def __len__(self) -> int:

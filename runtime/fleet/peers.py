@@ -279,6 +279,8 @@ class Worker:
             sharing=max(1.0, self.sharing.value),
             ends=self.ends,
             grammars=hello.grammars,
+            blocks=len(self.blocks),
+            damaged_blocks=self.blocks.damaged,
         )
 
 

@@ -98,6 +98,9 @@ class Decoding(Body):
         Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_ENDS // 2)] | None
     ) = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=512)] | None = Field(
+        None, description="cached rows of prompts are shared with requests of the same salt only"
+    )
     seed: Annotated[int, Field(ge=-LARGEST_SEED - 1, le=LARGEST_SEED)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None

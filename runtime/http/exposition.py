@@ -237,6 +237,16 @@ def _of_workers(reported: Reported) -> Iterable[Metric]:
             "Resident memory of a worker; pages that processes share count in each of them.",
             [((name,), worker.rss_mb * 1e6) for name, worker in named],
         ),
+        (
+            "stored_blocks",
+            "Stored blocks of prompts, 64 tokens each.",
+            [((name,), worker.blocks) for name, worker in named],
+        ),
+        (
+            "damaged_blocks",
+            "Stored blocks whose files were damaged and deleted.",
+            [((name,), worker.damaged_blocks) for name, worker in named],
+        ),
     ):
         yield _family(GaugeMetricFamily, f"dovetail_worker_{name}", text, ("worker",), values)
 

@@ -60,7 +60,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("system_prompt", "input_prefix", "input_suffix"), ("",)),
     **dict.fromkeys(("chat_template", "add_special_tokens", "enable_thinking", "thinking"), ()),
     **dict.fromkeys(("truncate", "truncate_prompt_tokens", "prompt_embeds", "lora_path"), ()),
-    **dict.fromkeys(("adapter_id", "cache_salt", "kv_transfer_params"), ()),
+    **dict.fromkeys(("adapter_id", "kv_transfer_params"), ()),
     "chat_template_content_format": ("auto", "string"),
     **dict.fromkeys(("documents", "transforms", "input_extra", "image_data", "lora"), ([],)),
     "continue_final_message": (False,),

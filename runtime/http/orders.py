@@ -215,6 +215,7 @@ def _order(
             seed=seed,
             sample=sample,
             owner=owner,
+            salt=body.cache_salt or "",
             end=end,
             vocabulary=target.described.vocabulary.digest,
             logprobs=logprobs,

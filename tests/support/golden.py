@@ -343,7 +343,7 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         ),
         "close": m.Close(epoch=1, session=3, keep=True),
         "closed": m.Closed(epoch=2, session=3),
-        "blocks": m.Blocks(epoch=2, names=bytes(range(64)), stored=True),
+        "blocks": m.Blocks(epoch=2, names=bytes(range(64)), stored=True, damaged=1),
     }
 
 
@@ -362,6 +362,7 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             seed=7,
             sample=1,
             owner="ab" * 32,
+            salt="tenant 7",
             end=(151643,),
             vocabulary="ab" * 32,
             logprobs=2,
@@ -658,6 +659,8 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         sharing=1.5,
         ends=("<eos>", "<end_of_turn>"),
         grammars="llguidance 1.9.1",
+        blocks=3,
+        damaged_blocks=1,
     )
 
 

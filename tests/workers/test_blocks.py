@@ -1,4 +1,4 @@
-"""A session that begins with stored blocks is, byte for byte, one that reads its prompt anew."""
+"""A session that begins with stored blocks is, byte for byte, one that reads its whole prompt."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -99,10 +99,10 @@ def turn(
     return first.restored, numbers, rows
 
 
-def assert_equal(found: tuple[Any, ...], anew: tuple[Any, ...], source: str) -> None:
-    assert (found[0], anew[0]) == (source, "")
-    assert str(found[1]) == str(anew[1])
-    assert torch.equal(found[2], anew[2])
+def assert_equal(found: tuple[Any, ...], fresh: tuple[Any, ...], source: str) -> None:
+    assert (found[0], fresh[0]) == (source, "")
+    assert str(found[1]) == str(fresh[1])
+    assert torch.equal(found[2], fresh[2])
 
 
 @needs_kernels
@@ -111,13 +111,13 @@ def assert_equal(found: tuple[Any, ...], anew: tuple[Any, ...], source: str) -> 
 def test_sessions_that_fork_from_blocks_are_the_same_bytes_also_within_a_block(
     model: LanguageModel, kept: int, step: int | None
 ) -> None:
-    storing, anew = target(model, store_of(model)), target(model)
+    storing, fresh = target(model, store_of(model)), target(model)
     turn(storing, 1, PROMPT, step=step)  # still open
     whole = kept // BLOCK_TOKENS * BLOCK_TOKENS
     fork = (*PROMPT[:whole], *random_tokens(30, seed=1))
     for number, (prompt, rows) in enumerate(((PROMPT, kept), (fork, whole)), 2):
         found = turn(storing, number, prompt, kept=rows)
-        assert_equal(found, turn(anew, number, prompt, scope=b""), "memory")
+        assert_equal(found, turn(fresh, number, prompt, scope=b""), "memory")
 
 
 @needs_kernels
@@ -208,8 +208,8 @@ def test_a_damaged_file_is_deleted_and_the_prompt_is_read(
     assert not second.exists()
     assert files.damaged == (damage != "gone")
     assert ("is damaged: it is deleted" in capsys.readouterr().err) == (damage != "gone")
-    reported = [(report.names, report.stored) for report in again.news()]
-    assert reported == ([] if damage == "gone" else [(names[1], False)])
+    reported = [(report.names, report.stored, report.damaged) for report in again.news()]
+    assert reported == ([] if damage == "gone" else [(names[1], False, 1)])
     assert turn(after, 2, PROMPT, kept=64)[0] == "memory"
 
 

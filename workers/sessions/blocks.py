@@ -194,7 +194,8 @@ class BlockStore:
         for stored, names in ((True, made), (False, gone)):
             for start in range(0, len(names), MAX_NAMES):
                 packed = b"".join(names[start : start + MAX_NAMES])
-                yield Blocks(epoch=self._epoch, names=packed, stored=stored)
+                damaged = 0 if self._files is None else self._files.damaged
+                yield Blocks(epoch=self._epoch, names=packed, stored=stored, damaged=damaged)
 
 
 class Chain:

@@ -65,6 +65,7 @@ class ResponsesBody(Body):
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     stream: bool | None = None
+    cache_salt: str | None = Field(None, max_length=512)
     truncation: str | None = None
     top_logprobs: int | None = None
     previous_response_id: str | None = None
@@ -96,6 +97,7 @@ class ResponsesBody(Body):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
+            "cache_salt": self.cache_salt,
         }, left_out
 
 

@@ -54,7 +54,6 @@ ASKED: dict[str, Any] = {
     "truncate_prompt_tokens": 5,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
-    "cache_salt": "x",
     "prompt_logprobs": 1,
     # SGLang's
     "stop_regex": ["a"],
