@@ -12,7 +12,9 @@ from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.text.tokenizer import TextCodec
+from support.architectures import VARIED, write_tiny
 from support.cases import everyday
+from support.kernels import needs_kernels
 from support.stacks import POLL_S, PROMPTS, running
 
 BLOCKS = 6
@@ -68,3 +70,26 @@ def test_after_a_restart_a_prompt_is_taken_from_disk_and_answered_as_if_it_were_
         assert one.result.token_ids == wanted.result.token_ids
         assert one.margins == wanted.margins
         assert one.result.accepted_tokens > 0 or draft == "none"
+
+
+@needs_kernels
+def test_a_target_with_states_goes_on_from_the_last_whole_block_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kind = "qwen3_5_text"
+    write_tiny(kind, tmp_path / "model", **(VARIED[kind] | {"max_position_embeddings": 1024}))
+    flags = {"target.model": str(tmp_path / "model"), "target.weights": "fp32"}
+    flags |= {"draft.kind": "ngram", "cache.disk": "100MB", "coordinator.journal": "off"}
+    prompt = tuple(2 + place * place % 41 for place in range(64 * BLOCKS + 30))
+    longer = (*prompt, 7, 8, 9)
+    with running(flags) as client:
+        answer(client, prompt, "alice")
+        folder = tmp_path / "dovetail" / "prompts"
+        while len([*folder.glob("*/*.safetensors")]) <= BLOCKS:
+            time.sleep(POLL_S)
+    with running(flags) as client:
+        fresh, again = (answer(client, longer, owner) for owner in ("bob", "alice"))
+    assert (again.result.reused_from, again.result.reused_tokens) == ("disk", 64 * BLOCKS)
+    assert (fresh.result.reused_tokens, again.margins) == (0, fresh.margins)
+    assert again.result.token_ids == fresh.result.token_ids

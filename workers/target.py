@@ -133,6 +133,7 @@ class TargetWorker:
             grammars=grammar_engine(),
             placement=identity.placement,
             blocks=b"" if identity.blocks is None else identity.blocks.begin(epoch),
+            snapshots=identity.blocks is not None and identity.blocks.snapshots,
         )
 
     def news(self) -> Iterable[Event]:

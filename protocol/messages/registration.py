@@ -211,6 +211,9 @@ class Hello(Message):
     blocks: Annotated[bytes, Field(max_length=NAME_BYTES)] = b""
     """The hash of what its rows depend on besides tokens, from which the names of its stored blocks
     begin; empty: it stores none."""
+    snapshots: bool = False
+    """True: a session can only begin with blocks up to one whose name it reports, since it has
+    states; the rows of blocks have other names."""
     served: Count | None = None
     """The epoch of the coordinator whose sessions are `held`; None: it holds none."""
     held: Annotated[tuple[HeldSession, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()

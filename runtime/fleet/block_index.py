@@ -15,6 +15,7 @@ class BlockIndex:
 
     seed: bytes = b""  # from which their names begin; empty: it stores none
     known: int = 0  # how many tokens after a row the row depends on
+    snapshots: bool = False  # whether blocks before a stored one need no names here
     damaged: int = 0  # files that were damaged and have been deleted
     _names: set[bytes] = field(default_factory=set)
 
@@ -31,11 +32,12 @@ class BlockIndex:
         `other`, else `other`. The last token is always computed."""
         if not (self._names and scope):
             return other
-        log, found = log[:-TOKEN_BYTES], 0
-        for name in names_of(self.seed, scope, log, self.known):
-            if name not in self._names:
-                break
-            found += BLOCK_TOKENS
+        names = names_of(self.seed, scope, log[:-TOKEN_BYTES], self.known)
+        stored = [name in self._names for name in names]
+        if self.snapshots:
+            found = BLOCK_TOKENS * max((n for n, one in enumerate(stored, 1) if one), default=0)
+        else:
+            found = BLOCK_TOKENS * (stored.index(False) if False in stored else len(stored))
         if found <= (0 if other is None else other.tokens):
             return other
         return Base(None, found, shared=True)

@@ -323,7 +323,7 @@ class Registry:
             now_ns,
             standby=hello.standby and (hello.host, hello.pid) not in self.engaged,
             shelf=PrefixCache(hello.limits.kept, hello.limits.shares),
-            blocks=BlockIndex(hello.blocks, known=int(hello.reads is not None)),
+            blocks=BlockIndex(hello.blocks, int(hello.reads is not None), hello.snapshots),
         )
         if "target" in hello.roles:
             worker.verifying = RowCosts(hello.curves, hello.experts)

@@ -158,6 +158,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             reads=facts.reads,
             grammars="llguidance 1.9.1",
             looks_up=True,
+            snapshots=True,
             cores=(0, 1),
             curves=(m.ContextCurve(context=512, t_v=facts.rows_seconds),),
             experts=facts.experts,

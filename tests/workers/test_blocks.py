@@ -13,6 +13,7 @@ from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.prefixes import BLOCK_TOKENS, NAME_BYTES, names_of
 from dovetail.protocol.settings import CacheSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
+from dovetail.runtime.fleet.block_index import BlockIndex
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -21,6 +22,7 @@ from dovetail.workers.sessions.blocks import BlockStore
 from dovetail.workers.sessions.opening import open_blocks
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
+from support.architectures import VARIED, write_tiny
 from support.kernels import needs_kernels
 from support.models import VOCABULARY, cache_row, tiny_gemma2, tiny_llama
 from support.opening import opening as order
@@ -50,9 +52,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     return load_language_model(str(folder), weights="fp32", device="cpu")
 
 
-def random_tokens(count: int, seed: int = 0) -> tuple[int, ...]:
+def random_tokens(count: int, seed: int = 0, most: int = VOCABULARY) -> tuple[int, ...]:
     rng = random.Random(seed)
-    return tuple(rng.randrange(2, VOCABULARY) for _ in range(count))
+    return tuple(rng.randrange(2, most) for _ in range(count))
 
 
 PROMPT = random_tokens(3 * BLOCK_TOKENS + 5)
@@ -267,6 +269,40 @@ def test_a_small_draft_proposes_the_same_from_blocks(plain: LanguageModel) -> No
         assert torch.equal(cache_row(restored.cache, slot), cache_row(session.cache, slot))
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2", "nemotron_h"])
+@pytest.mark.parametrize("step", [None, 40])
+def test_a_model_with_states_goes_on_behind_the_last_whole_block_of_a_prompt(
+    kind: str, step: int | None, tmp_path: Path
+) -> None:
+    write_tiny(kind, tmp_path / "model", **(VARIED[kind] | {"max_position_embeddings": CONTEXT}))
+    model = load_language_model(
+        str(tmp_path / "model"), weights="fp32", device="cpu", backend="kernels"
+    )
+    store = store_of(model, tmp_path / "prompts" / "seed")
+    before, prompt = target(model, store), random_tokens(5 * BLOCK_TOKENS + 30, 2, most=40)
+    turn(before, 1, prompt, step=step)
+    while store.idle():
+        pass
+    longer = (*prompt, *random_tokens(9, 3, most=40))
+    wanted, again = turn(target(model), 2, longer), turn(target(model), 3, prompt)
+    disk = store_of(model, tmp_path / "prompts" / "seed")
+    for blocks, source in ((store, "memory"), (disk, "disk")):
+        after = target(model, blocks)
+        assert_equal(turn(after, 2, longer, kept=5 * BLOCK_TOKENS, step=step), wanted, source)
+        assert_equal(turn(after, 3, prompt, kept=5 * BLOCK_TOKENS), again, "memory")
+        for kept in (4 * BLOCK_TOKENS, 5 * BLOCK_TOKENS - 3):
+            with pytest.raises(RequestError, match="states after them are not stored"):
+                turn(after, 4, longer, kept=kept)
+        index = BlockIndex(blocks.begin(1), snapshots=blocks.snapshots)
+        for report in blocks.news():
+            index.note(report.names, stored=report.stored)
+        found = index.find(MINE, _packed(longer))
+        assert found is not None
+        assert found.tokens == 5 * BLOCK_TOKENS
+        assert index.find(MINE, _packed(prompt[: 5 * BLOCK_TOKENS])) is None
+
+
 def test_without_memory_or_where_states_hold_all_rows_nothing_is_stored(
     plain: LanguageModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,7 +312,7 @@ def test_without_memory_or_where_states_hold_all_rows_nothing_is_stored(
         assert bool(open_blocks(settings, "target", "", plain.new_cache, device)) == stored
 
     class WithStates(type(plain.new_cache(0))):  # type: ignore[misc]
-        states = object()
+        base_bytes = 1
 
     settings = CacheSettings(memory="1MB", disk="1GB")
     assert open_blocks(settings, "t", "", lambda n: WithStates(**_size(n)), device) is None

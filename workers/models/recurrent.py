@@ -111,6 +111,27 @@ class RecurrentStates:
             self._save(periodic=False)
 
     @torch.inference_mode()
+    def copied(self, length: int) -> tuple[Tensor, ...]:
+        """Return copies, on the host, of the states of `length` rows and of the factors that
+        convolutions see; empty if the states hold another number of rows."""
+        if {*self.folded.tolist()} != {length}:
+            return ()
+        places = self._places(self._seen(length))
+        parts = (self.state, *(rows[places] for rows in self._layers()))
+        return tuple(part.to(CPU, copy=True) for part in parts)
+
+    @torch.inference_mode()
+    def restore(self, length: int, parts: Sequence[Tensor]) -> None:
+        """Take over the `copied` states of `length` rows, in place of none."""
+        state, *window = parts
+        self._make_room(self._window, 0)
+        self.state.copy_(state)
+        self.folded.fill_(length)
+        places = self._places(self._seen(length))
+        for rows, seen in zip(self._layers(), window, strict=True):
+            rows[places] = seen.to(self._device)
+
+    @torch.inference_mode()
     def take_over(self, layer: int, other: "RecurrentStates", rows: int) -> None:
         """Take over the first `rows` rows of a layer, from the first layer of other states."""
         shape, folded = self.shapes[layer], int(other.folded[0])

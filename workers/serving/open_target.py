@@ -102,7 +102,8 @@ def open_target_worker(
     identity = _identity(settings, name, threads, device, spread, model, profile)
     if identity.same_bytes:
         seed = (identity.fingerprint.model_dump_json(), model.cache)
-        blocks = open_blocks(prompts, name, settings.model, model.new_cache, model.device, *seed)
+        named = (name, settings.model, model.new_cache, model.device, *seed)
+        blocks = open_blocks(prompts, *named, snapshots=True)
         identity = replace(identity, blocks=blocks)
         if blocks is not None and identity.room_tokens is not None:
             taken = (prompts.memory_bytes or 0) // max(1, model.new_cache(0).row_bytes)

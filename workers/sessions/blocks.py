@@ -1,6 +1,7 @@
 """Blocks of cached prompts: copies of the rows of 64 tokens in a hash chain, in memory within a
 bound and, on request, on disk. Blocks never change. A session begins with a copy of them, so they
-outlive sessions, and prompts can share them up to where they differ."""
+outlive sessions, and prompts can share them up to where they differ. A model with recurrent states
+can only go on where a snapshot of them is stored: behind the last whole block of a prompt."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,14 @@ from torch import Tensor
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import MAX_NAMES, Blocks, Open
-from dovetail.protocol.prefixes import BLOCK_TOKENS, blocks_of, name_after, names_of, root_of
+from dovetail.protocol.prefixes import (
+    BLOCK_TOKENS,
+    blocks_of,
+    digest_of,
+    name_after,
+    names_of,
+    root_of,
+)
 from dovetail.workers.models.cache import SlotCache
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.sessions.block_files import BlockFiles
@@ -28,7 +36,8 @@ Source = Literal["", "memory", "disk"]
 
 @dataclass(frozen=True)
 class Block:
-    """The rows of 64 tokens behind those of the block `parent`, or of the root."""
+    """The rows of 64 tokens behind those of the block `parent`, or of the root; or the states after
+    these tokens."""
 
     parent: bytes
     tokens: bytes
@@ -48,9 +57,9 @@ class Block:
 
 
 def can_store(cache: Cache) -> bool:
-    """Return whether the rows of such a cache can be stored as blocks: recurrent states hold all
-    rows, and the caches of models over several devices are not supported."""
-    return isinstance(cache, SlotCache) and cache.states is None
+    """Return whether the rows of such a cache can be stored as blocks: the caches of models over
+    several devices cannot."""
+    return isinstance(cache, SlotCache)
 
 
 class BlockStore:
@@ -68,6 +77,10 @@ class BlockStore:
         of a capacity. `most_bytes`: of all blocks in memory; `files`: those on disk; `known`: how
         many tokens after a row it depends on."""
         self._new_cache = new_cache
+        empty = new_cache(0)
+        self.snapshots = isinstance(empty, SlotCache) and empty.states is not None
+        """Whether a session can only go on where a snapshot of its states is stored. A snapshot
+        then has the name of the last block, and blocks of rows have names of their own."""
         self.seed, self.known, self._most_bytes, self._files = seed, known, most_bytes, files
         self._held: OrderedDict[bytes, Block] = OrderedDict()
         self._bytes = 0
@@ -79,9 +92,14 @@ class BlockStore:
     def __contains__(self, name: bytes) -> bool:
         return name in self._held or (self._files is not None and name in self._files)
 
-    def chain(self, scope: bytes) -> "Chain":
-        """Return the blocks of a new session, none so far."""
-        return Chain(self, scope)
+    def chain(self, scope: bytes, mark: int = 0) -> "Chain":
+        """Return the blocks of a new session, none so far. `mark`: the rows after which its states
+        are stored, if it has any."""
+        return Chain(self, scope, mark)
+
+    def row_name(self, name: bytes) -> bytes:
+        """Return the name of the rows of the block `name`."""
+        return digest_of(name, "rows") if self.snapshots else name
 
     def restore(self, order: Open, rows: int = 0) -> tuple[Cache, Source]:
         """Return a cache for `rows` rows or more with the first `kept` of a prompt, and whether a
@@ -94,8 +112,9 @@ class BlockStore:
         assert isinstance(cache, SlotCache)
         parent = root_of(self.seed, order.scope, log, self.known)
         for name, tokens in zip(names, blocks_of(log, self.known), strict=False):
-            if (block := self._held.get(name)) is None:
-                block, source = self._read(name), "disk"
+            block = self._held.get(self.row_name(name))
+            if block is None:
+                block, source = self._read(self.row_name(name)), "disk"
             if block is None or (block.parent, block.tokens) != (parent, tokens):
                 text = f"cannot reuse {count} tokens: rows from {cache.length} on are not stored"
                 raise RequestError("prefix", f"{text}; open the session without them")
@@ -104,13 +123,19 @@ class BlockStore:
         if cache.length < count:
             text = f"cannot reuse {count} tokens of blocks of {cache.length}; reuse fewer"
             raise RequestError("prefix", text)
+        if cache.states is not None:
+            after = self._held.get(parent) or self._read(parent)
+            if after is None or cache.length != count:
+                text = f"cannot reuse {count} tokens: the states after them are not stored"
+                raise RequestError("prefix", f"{text}; open the session without them")
+            cache.states.restore(count, after.rows)
         cache.truncate(count)
         self.use_again(names)
         return cache, source
 
-    def put(self, names: Sequence[bytes], block: Block) -> None:
-        """Store the last block of a chain with these names."""
-        self._hold(names[-1], block)
+    def put(self, names: Sequence[bytes], block: Block, name: bytes) -> None:
+        """Store the last block of a chain with these names, or the states after it, as `name`."""
+        self._hold(name, block)
         self._use(names)
         if len(names) >= LONG:
             self._write_later(names)
@@ -124,13 +149,17 @@ class BlockStore:
         """Note another use of a chain, which makes it worth writing to disk."""
         self._use(names)
         if self._files is not None:
-            self._files.use(names)
+            self._files.use(self._stored(names))
         self._write_later(names)
+
+    def _stored(self, names: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the names of all that is stored of a chain."""
+        return [*map(self.row_name, names), names[-1]] if self.snapshots and names else names
 
     def _use(self, names: Sequence[bytes]) -> None:
         """Note the use of a chain, and drop the least recently used blocks beyond the bound: those
         behind others first."""
-        for name in reversed(names):
+        for name in reversed(self._stored(names)):
             if name in self._held:
                 self._held.move_to_end(name)
         while self._bytes > self._most_bytes:
@@ -146,7 +175,8 @@ class BlockStore:
             self._changed.add(name)
             return None
         block = Block(found.parent, found.tokens, found.rows)
-        if block.digest != found.digest or name_after(block.parent, block.tokens) != name:
+        behind = name_after(block.parent, block.tokens)
+        if block.digest != found.digest or name not in (behind, self.row_name(behind)):
             assert self._files is not None
             self._files.drop_damaged(name)
             self._changed.add(name)
@@ -156,7 +186,7 @@ class BlockStore:
 
     def _write_later(self, names: Sequence[bytes]) -> None:
         if self._files is not None:
-            for name in names:
+            for name in self._stored(names):
                 if name in self._held and name not in self._files:
                     self._unwritten.setdefault(name)
 
@@ -201,24 +231,31 @@ class BlockStore:
 class Chain:
     """The blocks of one session's log, stored as its rows are computed."""
 
-    def __init__(self, store: BlockStore, scope: bytes) -> None:
-        self._store, self._scope = store, scope
+    def __init__(self, store: BlockStore, scope: bytes, mark: int) -> None:
+        self._store, self._scope, self.mark = store, scope, mark
         self._names: list[bytes] = []
 
     def extend(self, log: Sequence[int], cache: Cache, length: int) -> None:
         """Store the whole blocks among the first `length` rows of a log that are not stored yet."""
         store, known = self._store, self._store.known
+        if store.snapshots:
+            length = min(length, self.mark)
         while (start := BLOCK_TOKENS * len(self._names)) + BLOCK_TOKENS <= length:
             assert isinstance(cache, SlotCache)
             tokens = _packed(log[start + known : start + known + BLOCK_TOKENS])
             root = root_of(store.seed, self._scope, _packed(log[:known]), known)
             parent = self._names[-1] if self._names else root
             self._names.append(name_after(parent, tokens))
-            if self._names[-1] in store:
+            name = store.row_name(self._names[-1])
+            if name in store:
                 store.use_again(self._names)
             else:
                 rows = cache.copied(start, start + BLOCK_TOKENS)
-                store.put(self._names, Block(parent, tokens, rows))
+                store.put(self._names, Block(parent, tokens, rows), name)
+            if cache.states is None or start + BLOCK_TOKENS < self.mark:
+                continue
+            if self._names[-1] not in store and (parts := cache.states.copied(self.mark)):
+                store.put(self._names, Block(parent, tokens, parts), self._names[-1])
 
 
 def _packed(tokens: Sequence[int]) -> bytes:

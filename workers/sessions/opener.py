@@ -18,7 +18,7 @@ from dovetail.workers.models.segment import Cache
 from dovetail.workers.sessions.blocks import BlockStore, Source
 from dovetail.workers.sessions.choosing import Asked, outcome_of
 from dovetail.workers.sessions.features import PREFILL_ROWS, HeldFeatures
-from dovetail.workers.sessions.prefill import Reading, next_stop
+from dovetail.workers.sessions.prefill import Reading, last_block, next_stop
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread
 from dovetail.workers.sessions.room import base_rows, check_rows, host_row_bytes
@@ -113,7 +113,7 @@ class Opener:
         session = self._begin(order, cache, own)
         session.restored = restored
         if self.blocks is not None and order.scope:
-            session.chain = self.blocks.chain(order.scope)
+            session.chain = self.blocks.chain(order.scope, last_block(len(order.prompt)))
         reading = Reading(
             session,
             order.prompt,

@@ -27,16 +27,18 @@ def open_blocks(
     device: torch.device,
     *seed: str,
     known: int = 0,
+    snapshots: bool = False,
 ) -> BlockStore | None:
     """Return a worker's store, or None if the settings, the device or the kind of cache exclude it,
     which is reported if `disk` is set. `model`: for `dovetail cache`; `seed`: what its rows depend
-    on besides tokens; `known`: how many tokens after a row it depends on."""
+    on besides tokens; `known`: how many tokens after a row it depends on; `snapshots`: also of a
+    model with states."""
     room = read_room()
     most = settings.memory_bytes
     if most is None:
         most = 0 if room is None else room.size // MEMORY_SHARE
     cache = new_cache(0)
-    storable = device.type == "cpu" and can_store(cache)
+    storable = device.type == "cpu" and can_store(cache) and (snapshots or not cache.base_bytes)
     if not most or not storable:
         if byte_count(settings.disk):
             why = "memory for them is 0" if storable else "the rows of this model cannot be stored"

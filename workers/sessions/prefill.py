@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.messages import Reads
+from dovetail.protocol.prefixes import BLOCK_TOKENS
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.sessions.features import features_of, places_of, slices
 from dovetail.workers.sessions.logprobs import token_logprobs
@@ -17,11 +18,17 @@ TURN_TAIL = 16
 differs from where the template prompts for the reply, some tokens before the end."""
 
 
-def next_stop(cache: Cache, stop: int, step: int) -> int:
-    """Return the row at which the next pass ends: at most `step` rows on, and not beyond the
-    checkpoint before the end if the cache has states."""
-    start, mark = cache.length, stop - TURN_TAIL
-    return min(start + step, mark if cache.base_bytes and start < mark else stop)
+def last_block(stop: int) -> int:
+    """Return the rows of a prompt's whole blocks before the checkpoint of its cache."""
+    return max(0, stop - TURN_TAIL) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def next_stop(cache: Cache, stop: int, step: int, block: int = 0) -> int:
+    """Return the row at which the next pass ends: at most `step` rows on, and, if the cache has
+    states, not beyond `block` rows, where they are stored, and the checkpoint before the end."""
+    start = cache.length
+    marks = (block, stop - TURN_TAIL) if cache.base_bytes else ()
+    return min(start + step, next((mark for mark in marks if start < mark), stop))
 
 
 class Reading:
@@ -69,7 +76,8 @@ class Reading:
 
     def next_rows(self, most: int) -> int:
         """Return how many rows the next pass may compute, at most `most`."""
-        return next_stop(self.cache, len(self.log), most) - self.cache.length
+        block = 0 if self.session.chain is None else self.session.chain.mark
+        return next_stop(self.cache, len(self.log), most, block) - self.cache.length
 
     def places(self, rows: int) -> Collection[int]:
         """Return the layers whose states are needed for the next `rows` rows."""
