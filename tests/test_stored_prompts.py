@@ -90,6 +90,13 @@ def test_a_target_with_states_goes_on_from_the_last_whole_block_on_disk(
             time.sleep(POLL_S)
     with running(flags) as client:
         fresh, again = (answer(client, longer, owner) for owner in ("bob", "alice"))
+    for path in folder.glob("*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-9])
+    with running(flags) as client:
+        last = answer(client, longer, "alice")
+        while not (damaged := sum(one.damaged_blocks for one in client.status().workers)):
+            time.sleep(POLL_S)
     assert (again.result.reused_from, again.result.reused_tokens) == ("disk", 64 * BLOCKS)
     assert (fresh.result.reused_tokens, again.margins) == (0, fresh.margins)
-    assert again.result.token_ids == fresh.result.token_ids
+    assert again.result.token_ids == fresh.result.token_ids == last.result.token_ids
+    assert (last.result.reused_tokens, damaged) == (0, 1)

@@ -407,6 +407,17 @@ def test_reasoning_text_and_calls_arrive_in_any_pieces(
         assert got == ("I must look.", "Let me see.", calls, reason)
 
 
+def test_the_salt_of_the_prompt_cache_is_passed_on() -> None:
+    asked = ResponsesBody(input="x", cache_salt="tenant 7").chat()[0]
+    for fields in (
+        {k: v for k, v in asked.items() if v is not None},
+        {**ASKED, "cache_salt": None},
+    ):
+        body = ChatBody.model_validate(fields)
+        order = chat_order(body, described_target(), Defaults(SamplingSettings(), TreeSettings()))
+        assert [one.salt for one in order.submits] == [fields["cache_salt"] or ""]
+
+
 @pytest.mark.parametrize("pieces", [1, 5])
 def test_the_tokens_of_reasoning_are_counted(pieces: int) -> None:
     target = described_target()
