@@ -57,6 +57,11 @@ def random_tokens(count: int, seed: int = 0, most: int = VOCABULARY) -> tuple[in
     return tuple(rng.randrange(2, most) for _ in range(count))
 
 
+def chunks(names: bytes) -> Sequence[bytes]:
+    """The names in a report."""
+    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+
+
 PROMPT = random_tokens(3 * BLOCK_TOKENS + 5)
 
 
@@ -210,8 +215,13 @@ def test_a_damaged_file_is_deleted_and_the_prompt_is_read(
     assert not second.exists()
     assert files.damaged == (damage != "gone")
     assert ("is damaged: it is deleted" in capsys.readouterr().err) == (damage != "gone")
-    reported = [(report.names, report.stored, report.damaged) for report in again.news()]
-    assert reported == ([] if damage == "gone" else [(names[1], False, 1)])
+    gone = {(report.stored, report.damaged): {*chunks(report.names)} for report in again.news()}
+    assert gone == {(False, int(damage != "gone")): {*names[1 + (damage == "gone") : 3]}}
+    turn(after, 3, PROMPT)  # what is behind the damaged block is stored again, too
+    assert turn(after, 4, PROMPT, kept=192)[0] == "memory"
+    while again.idle():
+        pass
+    assert {path.stem for path in second.parent.iterdir()} == {name.hex() for name in names[:3]}
     assert turn(after, 2, PROMPT, kept=64)[0] == "memory"
 
 

@@ -101,7 +101,7 @@ class BlockFiles:
             return None
         path = self._path(name)
         if not path.exists():  # another worker or a user has deleted it
-            self._delete(name)
+            self.drop(name)
             return None
         try:
             tensors = {key: part.clone() for key, part in load_tensors(path).items()}
@@ -127,16 +127,17 @@ class BlockFiles:
         self.damaged += 1
         text = f"{self._path(name).name} in {self._folder} is damaged: it is deleted"
         print(f"{self._name}: {text}", file=sys.stderr)
-        self._delete(name)
+        self.drop(name)
 
     def _make_room(self, size: int) -> Sequence[bytes]:
         gone = []
         while self._sizes and self._bytes + size > self._most_bytes:
             gone.append(next(iter(self._sizes)))
-            self._delete(gone[-1])
+            self.drop(gone[-1])
         return gone
 
-    def _delete(self, name: bytes) -> None:
+    def drop(self, name: bytes) -> None:
+        """Delete a file."""
         self._bytes -= self._sizes.pop(name)
         with suppress(OSError):
             self._path(name).unlink(missing_ok=True)

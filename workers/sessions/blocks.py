@@ -107,25 +107,24 @@ class BlockStore:
         log, count = _packed(order.prompt), order.kept
         most = -(-count // BLOCK_TOKENS)
         names = names_of(self.seed, order.scope, log, self.known, most)
-        source: Source = "memory"
+        needed = self._stored(names)
+        source: Source = "memory" if all(name in self._held for name in needed) else "disk"
         cache = self._new_cache(max(rows, most * BLOCK_TOKENS))
         assert isinstance(cache, SlotCache)
-        parent = root_of(self.seed, order.scope, log, self.known)
-        for name, tokens in zip(names, blocks_of(log, self.known), strict=False):
-            block = self._held.get(self.row_name(name))
-            if block is None:
-                block, source = self._read(self.row_name(name)), "disk"
-            if block is None or (block.parent, block.tokens) != (parent, tokens):
+        parents = (root_of(self.seed, order.scope, log, self.known), *names)
+        blocks = [*zip(parents, blocks_of(log, self.known), strict=False)][: len(names)]
+        for name, about in zip(needed, blocks, strict=False):
+            if (block := self._find(name, *about)) is None:
+                self._drop_files(needed)
                 text = f"cannot reuse {count} tokens: rows from {cache.length} on are not stored"
                 raise RequestError("prefix", f"{text}; open the session without them")
             cache.append(block.rows)
-            parent = name
         if cache.length < count:
             text = f"cannot reuse {count} tokens of blocks of {cache.length}; reuse fewer"
             raise RequestError("prefix", text)
         if cache.states is not None:
-            after = self._held.get(parent) or self._read(parent)
-            if after is None or cache.length != count:
+            after = self._find(names[-1], *blocks[-1]) if cache.length == count else None
+            if after is None:
                 text = f"cannot reuse {count} tokens: the states after them are not stored"
                 raise RequestError("prefix", f"{text}; open the session without them")
             cache.states.restore(count, after.rows)
@@ -168,6 +167,12 @@ class BlockStore:
             self._unwritten.pop(name, None)
             self._changed.add(name)
 
+    def _find(self, name: bytes, parent: bytes, tokens: bytes) -> Block | None:
+        """Return the block of these tokens behind `parent`, from memory or disk; None if there is
+        none."""
+        block = self._held.get(name) or self._read(name)
+        return block if block and (block.parent, block.tokens) == (parent, tokens) else None
+
     def _read(self, name: bytes) -> Block | None:
         """Return a block that is on disk, and hold it in memory; None if there is none."""
         found = None if self._files is None else self._files.read(name)
@@ -175,14 +180,21 @@ class BlockStore:
             self._changed.add(name)
             return None
         block = Block(found.parent, found.tokens, found.rows)
-        behind = name_after(block.parent, block.tokens)
-        if block.digest != found.digest or name not in (behind, self.row_name(behind)):
+        if digest_of(name, block.digest) != found.digest:
             assert self._files is not None
             self._files.drop_damaged(name)
             self._changed.add(name)
             return None
         self._hold(name, block)
         return block
+
+    def _drop_files(self, names: Sequence[bytes]) -> None:
+        """Delete files that were not read, behind a block that is missing: their rows are written
+        again with those of that block."""
+        if (files := self._files) is not None:
+            for name in (name for name in names if name in files and name not in self._held):
+                files.drop(name)
+                self._changed.add(name)
 
     def _write_later(self, names: Sequence[bytes]) -> None:
         if self._files is not None:
@@ -196,7 +208,8 @@ class BlockStore:
             return False
         name, _ = self._unwritten.popitem()  # so that the first blocks are deleted last
         if (block := self._held.get(name)) is not None:
-            self._changed.update(self._files.write(name, block, block.digest))
+            digest = digest_of(name, block.digest)  # a file is valid under its own name only
+            self._changed.update(self._files.write(name, block, digest))
         return True
 
     def let_go(self) -> None:
