@@ -1,6 +1,8 @@
 """Reads a client's request into tokens, checked against its target's limits. Independent of
 sessions and sockets."""
 
+import json
+
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Constraint, Submit
 from dovetail.protocol.noise import random_seed, session_key
@@ -56,7 +58,7 @@ def read_request(submit: Submit, target: Worker, client: str = "", sharing: str 
 def scope_of(submit: Submit, owner: str, sharing: str) -> str:
     """Return the scope in which a request shares cached rows; see `read_request`."""
     scope = "" if sharing == "all" else owner
-    return f"{scope}\n{submit.salt}" if submit.salt else scope
+    return json.dumps([scope, submit.salt]) if submit.salt else scope
 
 
 def _check_sampling(submit: Submit, target: Worker) -> None:

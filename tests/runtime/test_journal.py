@@ -78,9 +78,10 @@ def test_a_coordinator_that_is_killed_at_any_moment_is_followed_by_another_and_n
     assert moment > 10
 
 
-def test_a_session_goes_on_from_the_rows_that_its_workers_hold(tmp_path: Path) -> None:
+@pytest.mark.parametrize("salt", ["", "tenant 7"])
+def test_a_session_goes_on_from_the_rows_that_its_workers_hold(tmp_path: Path, salt: str) -> None:
     lives = Lives(tmp_path)
-    lives.ask(tokens=LONG_PROMPT)
+    lives.ask(tokens=LONG_PROMPT, salt=salt)
     lives.steps(12)
     known = len(lives.tokens)
     assert known > 2
@@ -89,7 +90,7 @@ def test_a_session_goes_on_from_the_rows_that_its_workers_hold(tmp_path: Path) -
     lives.starts()
     for worker in workers:
         worker.seen.clear()
-    lives.ask(again=True, tokens=LONG_PROMPT)
+    lives.ask(again=True, tokens=LONG_PROMPT, salt=salt)
     lives.run()
     opened = [one for worker in workers for one in worker.seen if isinstance(one, Open)]
     assert {one.base for one in opened} == {1}
