@@ -280,10 +280,10 @@ def add_anthropic(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages", **documented("messages"))
     async def messages(body: MessagesBody, request: Request) -> Response:
         """The reply to a conversation, as Anthropic's API has it."""
-        chat, target = body.chat(), await service.target(body.model)
+        chat, target = as_body(ChatBody, body.chat()), await service.target(body.model)
         if (await service.support(target)).thoughts is None:
-            del chat["thinking_token_budget"]
-        return await service.answer(as_body(ChatBody, chat), request, MessagesWriter)
+            chat = chat.model_copy(update={"thinking_token_budget": None})
+        return await service.answer(chat, request, MessagesWriter)
 
     @app.post("/v1/messages/count_tokens", **documented("count_tokens"))
     async def count_tokens(body: CountBody, request: Request) -> Response:

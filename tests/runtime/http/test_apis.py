@@ -88,6 +88,11 @@ def test_a_model_without_thoughts_needs_no_budget_for_them(server: Api) -> None:
     assert "writes no thoughts" in wrong["message"]
     with anthropic.Anthropic(base_url=server.url, api_key="none") as client:
         reply = client.messages.create(**body, thinking={"type": "enabled", "budget_tokens": 1024})
+        for budget in ("many", -2, 1.5):
+            with pytest.raises(anthropic.BadRequestError, match="thinking_token_budget is"):
+                client.messages.create(
+                    **body, thinking={"type": "enabled", "budget_tokens": budget}
+                )
     assert [block.text for block in reply.content if block.type == "text"] == [REPLY]
 
 
