@@ -101,14 +101,21 @@ def open_target_worker(
             tell_products(place, name)
     identity = _identity(settings, name, threads, device, spread, model, profile)
     if identity.same_bytes:
-        seed = (identity.fingerprint.model_dump_json(), model.cache)
-        named = (name, settings.model, model.new_cache, model.device, *seed)
-        blocks = open_blocks(prompts, *named, snapshots=True)
-        identity = replace(identity, blocks=blocks)
-        if blocks is not None and identity.room_tokens is not None:
-            taken = (prompts.memory_bytes or 0) // max(1, model.new_cache(0).row_bytes)
-            identity = replace(identity, room_tokens=max(0, identity.room_tokens - taken))
+        identity = _storing(identity, settings.model, model, prompts)
     return TargetWorker(model, identity)
+
+
+def _storing(
+    identity: Identity, called: str, model: LanguageModel, prompts: CacheSettings
+) -> Identity:
+    """Return the registration of a target with its store of cached prompts, if it has one."""
+    seed = (identity.fingerprint.model_dump_json(), model.cache)
+    named = (identity.name, called, model.new_cache, model.device, *seed)
+    blocks = open_blocks(prompts, *named, snapshots=True)
+    if blocks is None or identity.room_tokens is None:
+        return replace(identity, blocks=blocks)
+    taken = (prompts.memory_bytes or 0) // max(1, model.new_cache(0).row_bytes)
+    return replace(identity, blocks=blocks, room_tokens=max(0, identity.room_tokens - taken))
 
 
 def _identity(

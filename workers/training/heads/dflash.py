@@ -19,9 +19,9 @@ from dovetail.workers.training.target_parts import Frozen
 
 
 class DFlashRecipe(HeadRecipe):
-    """DFlash's report: roots drawn at random, and levels weighted exp(-(l - 1) / 4), its choice for
-    blocks of 8. Rate and schedule are the report's, too; its code was not read. The loss is the
-    cross entropy against the target's distribution instead of its tokens."""
+    """DFlash: roots drawn at random, and levels weighted exp(-(l - 1) / 4), for blocks of 8. The
+    loss is the cross entropy against the target's distribution instead of its tokens. Weights, rate
+    and schedule were not compared with the authors' code, or with others."""
 
     architecture = "DFlashDraftModel"
     paper = Plan(
