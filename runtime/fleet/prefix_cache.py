@@ -198,7 +198,7 @@ def bases(
         most = len(prompt) // TOKEN_BYTES - 2
         tokens = min(of_target.tokens, of_draft.tokens, most) if of_target and of_draft else 0
         of_target, of_draft = (
-            replace(base, tokens=tokens) if base and tokens else None
+            replace(base, tokens=tokens) if base and tokens >= WORTH else None
             for base in (of_target, of_draft)
         )
     for cache, base in ((target, of_target), (draft, of_draft)):

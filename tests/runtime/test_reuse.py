@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.keys import PeerKey
@@ -196,6 +196,7 @@ def test_a_draft_that_reads_its_target_reads_the_row_before_the_last_token_again
 
 
 @given(st.lists(st.tuples(logs, st.integers(0, 60)), max_size=8), logs, st.booleans())
+@example([([1] * 17, 16)], [1] * 17, True)  # a draft recomputes the row before the last token
 def test_whatever_is_found_has_the_rows_that_the_prompt_begins_with(
     held: list[tuple[list[int], int]], prompt: list[int], reads: bool
 ) -> None:
