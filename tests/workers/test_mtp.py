@@ -122,6 +122,15 @@ IN_FILES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "deepseek_v3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "hy_v3": {},
+    "exaone_moe": {},
+    "exaone4": {},
+    "glm4_moe bailingmoe2": {"use_qk_norm": True},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "num_hidden_layers": 4,
+        "use_bias": False,
+        "mlp_bias": False,
+    },
 }
 
 
@@ -129,8 +138,10 @@ IN_FILES: dict[str, dict[str, Any]] = {
 def test_the_last_block_of_a_gguf_file_is_the_layer_of_its_checkpoint(
     tmp_path: Path, kind: str
 ) -> None:
-    slow = write_mtp(kind, tmp_path / "model", **IN_FILES[kind])
-    write_mtp_gguf(kind, tmp_path / "model", file := tmp_path / "model.gguf")
+    fields, (kind, _, architecture) = IN_FILES[kind], kind.partition(" ")
+    slow = write_mtp(kind, tmp_path / "model", **fields)
+    more = {"architecture": architecture} if architecture else {}
+    write_mtp_gguf(kind, tmp_path / "model", file := tmp_path / "model.gguf", **more)
     check(opened(file), slow)
 
 
@@ -331,7 +342,11 @@ def ask(client: Client, tokens: Sequence[int], temperature: float, *, speculate:
     )
 
 
-@pytest.mark.parametrize("kind", everyday(("qwen3_next", "deepseek_v3", "glm4_moe"), "qwen3_next"))
+LOSSLESS = ("qwen3_next", "deepseek_v3", "glm4_moe", "exaone_moe", "exaone4", "cohere2_moe")
+LOSSLESS += ("sarvam_moe", "nemotron_h", "mellum", "ernie4_5_moe", "hy_v3", "glm4_moe_lite")
+
+
+@pytest.mark.parametrize("kind", everyday(LOSSLESS, "qwen3_next"))
 def test_text_is_that_of_the_target_alone_also_in_the_next_turn(tmp_path: Path, kind: str) -> None:
     """A target with recurrent layers among them; the second turn begins with the first."""
     write_mtp(kind, tmp_path / "model")

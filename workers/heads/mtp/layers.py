@@ -41,6 +41,7 @@ class MtpKernels(HeadKernels):
 
     def __init__(self, model: Kernels, *, weights: str) -> None:
         super().__init__(Rotation(torch.empty(0), 1.0), weights=MATRICES.get(weights, weights))
+        self.norms = model.described.norms.kind
         self._model, self._plans = model, list(model.plans)
         run = self._run_of
         self._halves = [halves(plan, run, _free_rows) for plan in self._plans]
@@ -74,6 +75,7 @@ class MtpTorch(HeadTorch):
             cached=torch.float32,
             table=TYPES.get(kind, torch.float16),
         )
+        self.norms = model.described.norms.kind
         self._model = model
 
     @property
@@ -185,6 +187,7 @@ def _spec(
         dtype=dtype,
         epsilon=kernel.described.norms.epsilon,
         normed=layer.normed,
+        logit_scale=kernel.logit_scale,
     )
 
 
