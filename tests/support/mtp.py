@@ -128,13 +128,16 @@ class Slow:
         return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.epsilon) * weight
 
     @torch.inference_mode()
-    def __call__(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [V] and state [H] of the last row, from states [T, H] and next tokens."""
+    def __call__(
+        self, tokens: Sequence[int], states: Tensor, *, raw: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits [V] and state [H] of the last row, from states [T, H] and next tokens;
+        `raw`: the state before the norm."""
         embedded = self.norm(self.embedding[list(tokens)], self.norms[0])
         both = torch.cat([embedded, self.norm(states, self.norms[1])], dim=-1)
         rows = self.base(inputs_embeds=(both @ self.fusion.t())[None], use_cache=False)
         state = self.norm(rows.last_hidden_state[0, -1], self.norms[2])
-        return self.output @ state * self.scale, state
+        return self.output @ state * self.scale, rows.last_hidden_state[0, -1] if raw else state
 
     def chain(self, log: Sequence[int], states: Tensor, depth: int) -> list[int]:
         """Return the greedy guesses of what follows a log, of all but whose last token the states

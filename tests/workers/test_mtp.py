@@ -19,10 +19,11 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.runtime.client import Client
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.drafters.head import HeadDrafter
+from dovetail.workers.drafters.head import HeadDrafter, MtpDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head, classify
 from dovetail.workers.heads.mtp.layers import open_mtp
+from dovetail.workers.heads.mtp.probe import gain_of_raw
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.wire import TYPES, to_array
@@ -140,7 +141,7 @@ def test_the_last_block_of_a_gguf_file_is_the_layer_of_its_checkpoint(
 ) -> None:
     fields, (kind, _, architecture) = IN_FILES[kind], kind.partition(" ")
     slow = write_mtp(kind, tmp_path / "model", **fields)
-    more = {"architecture": architecture} if architecture else {}
+    more: dict[str, Any] = {"architecture": architecture} if architecture else {}
     write_mtp_gguf(kind, tmp_path / "model", file := tmp_path / "model.gguf", **more)
     check(opened(file), slow)
 
@@ -208,6 +209,47 @@ def test_a_greedy_chain_is_that_of_the_slow_version(tmp_path: Path, kind: str) -
         more = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(bonus))
         given = torch.cat([given, more.to(given.dtype)])
         engine.take_features(session, to_array(given[-1:]))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_variant_of_deepseeks_layer_is_settled_by_a_text(tmp_path: Path, raw: bool) -> None:
+    """By one that the second level always foresees if it is `raw`, or if it is not."""
+    write_mtp("deepseek_v3", folder := tmp_path / "model")
+    weight = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3))
+    norm = "model.layers.4.shared_head.norm.weight"
+    changed(folder, lambda t: t.update({norm: weight}))
+    tensors, (names, _) = load_file(folder / "model.safetensors"), LAYOUTS["deepseek_v3"]
+    slow = Slow("deepseek_v3", tmp_path / "model-alone", tensors, names)
+    (*log, _), states = random_rows(65)
+    log = log[:3]
+    right = {False: 0, True: 0}
+    for row in range(64):
+        guesses = {}
+        for kind in right:
+            state = slow(log[1 : row + 2], states[: row + 1], raw=kind)[1]
+            given = torch.cat([states[: row + 1], state[None]])
+            guesses[kind] = int(slow(log[1 : row + 3], given)[0].argmax())
+        log.append(guesses[raw])
+        right = {kind: count + (guesses[kind] == log[-1]) for kind, count in right.items()}
+    settings = DraftSettings(kind="mtp", device="cpu", weights="fp32")
+    profile = tmp_path / "profile.json"
+
+    def opened_drafter() -> MtpDrafter:
+        more: dict[str, Any] = {"threads": 1, "profile": profile}
+        worker = open_draft_worker(settings, name="draft", target=str(folder), **more)
+        assert isinstance(worker.engine, MtpDrafter)
+        return worker.engine
+
+    engine, states = opened_drafter(), states[:64]
+    gain, _ = gain_of_raw(engine.layer, torch.tensor(log), states)
+    assert gain == pytest.approx((right[True] - right[False]) / 64)
+    tree = TreeSettings(policy="dynamic", gamma=4, depth=4, width=1)
+    order = {"capacity": 80, "vocabulary_size": VOCABULARY, "key": bytes(16), "end": ()}
+    session = engine.open(opening(0, log, **order, sampling=Sampling(), tree=tree))
+    engine.feed(session, 0, to_array(states.to(TYPES[engine.reads.dtype])))
+    assert engine.learn()
+    assert opened_drafter().layer.raw == engine.layer.raw == raw
+    assert opened_drafter().layer.probed
 
 
 def changed(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -342,8 +384,10 @@ def ask(client: Client, tokens: Sequence[int], temperature: float, *, speculate:
     )
 
 
-LOSSLESS = ("qwen3_next", "deepseek_v3", "glm4_moe", "exaone_moe", "exaone4", "cohere2_moe")
-LOSSLESS += ("sarvam_moe", "nemotron_h", "mellum", "ernie4_5_moe", "hy_v3", "glm4_moe_lite")
+LOSSLESS = (
+    *("qwen3_next", "deepseek_v3", "glm4_moe", "exaone_moe", "exaone4", "cohere2_moe"),
+    *("sarvam_moe", "nemotron_h", "mellum", "ernie4_5_moe", "hy_v3", "glm4_moe_lite"),
+)
 
 
 @pytest.mark.parametrize("kind", everyday(LOSSLESS, "qwen3_next"))

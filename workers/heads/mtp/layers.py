@@ -39,6 +39,8 @@ MATRICES = {"stored": "auto", "file": "auto"}
 class MtpKernels(HeadKernels):
     """The layer and the matrices around it, on a CPU."""
 
+    raw = False  # True if later levels read the layer's result before its norm
+
     def __init__(self, model: Kernels, *, weights: str) -> None:
         super().__init__(Rotation(torch.empty(0), 1.0), weights=MATRICES.get(weights, weights))
         self.norms = model.described.norms.kind
@@ -65,6 +67,8 @@ class MtpKernels(HeadKernels):
 
 class MtpTorch(HeadTorch):
     """The layer and the matrices around it, on a device."""
+
+    raw = False
 
     def __init__(self, model: Kernels, *, weights: str, device: torch.device) -> None:
         kind = weights if weights in TYPES or weights in ("int8", "int4") else "fp16"
@@ -100,6 +104,31 @@ class MtpTorch(HeadTorch):
         return states if rows is None else states[rows]
 
 
+class MtpHead(Head):
+    """An MTP layer, ready to compute."""
+
+    _engine: MtpKernels | MtpTorch
+
+    def __init__(self, *parts: Any, probed: bool, **more: Any) -> None:
+        """`probed`: False if it is not known which of its results later levels read."""
+        super().__init__(*parts, **more)
+        self.probed = probed
+
+    @property
+    def raw(self) -> bool:
+        """Return whether later levels read the layer's result before its norm."""
+        return self._engine.raw
+
+    @raw.setter
+    def raw(self, raw: bool) -> None:
+        self._engine.raw = raw
+
+    def normed(self, states: Tensor) -> Tensor:
+        """Return results [T, H] after the layer's norm."""
+        normed: Tensor = self._engine.final_norm(states)
+        return normed
+
+
 def _free_rows(count: int) -> LayerPass:
     """Return `count` rows for an MLP, which needs no cache."""
     return LayerPass(torch.zeros(count, dtype=torch.int64), [])
@@ -113,7 +142,7 @@ def open_mtp(
     device: Device,
     context: int | None = None,
     reduced: FrequentRows | None = None,
-) -> Head:
+) -> MtpHead:
     """Return the MTP layer of `source`, the target itself or a file of such a layer; raise
     `CheckpointError` for one that is missing, damaged or not supported. `weights`: a type of
     `models/wanted.py`; `context`: the longest sequence asked for.
@@ -148,7 +177,8 @@ def open_mtp(
     )
     rows = None if reduced is None else reduced.choose(head, on_cpu=device.is_cpu)
     tokens = None if rows is None else torch.from_numpy(rows)
-    return Head(head, engine, weights=model.weights, rows=tokens)
+    probed = layer.config["model_type"] != "deepseek_v3"
+    return MtpHead(head, engine, weights=model.weights, rows=tokens, probed=probed)
 
 
 def _tables(layer: MtpLayer, target: Target) -> tuple[Tensor, Tensor]:
