@@ -18,6 +18,7 @@ from dovetail.protocol.messages import (
     Submit,
     Told,
 )
+from dovetail.runtime.engine.requests import scope_of
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.stored import StoredReply
@@ -274,6 +275,6 @@ class Claims:
             return False
         log = entry.log
         rows = min(held.rows, len(log) // TOKEN_BYTES)
-        scope = entry.owner if self._settings.share_prefixes == "key" else ""
+        scope = scope_of(entry.submit, entry.owner, self._settings.share_prefixes)
         worker.shelf.hold(Kept(held.session, log, rows, max(rows, held.rows), scope))
         return True

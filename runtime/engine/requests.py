@@ -31,9 +31,7 @@ def read_request(submit: Submit, target: Worker, client: str = "", sharing: str 
     _check_sampling(submit, target)
     seed = random_seed() if submit.seed is None else submit.seed
     owner = f"{client}/{submit.owner}"
-    scope = "" if sharing == "all" else owner
-    if submit.salt:
-        scope = f"{scope}\n{submit.salt}"
+    scope = scope_of(submit, owner, sharing)
     return Request(
         prompt=prompt,
         key=session_key(seed, submit.sample, prompt),
@@ -53,6 +51,12 @@ def read_request(submit: Submit, target: Worker, client: str = "", sharing: str 
         blocks=b"" if sharing == "off" else digest_of(scope),
         constraint=submit.constraint,
     )
+
+
+def scope_of(submit: Submit, owner: str, sharing: str) -> str:
+    """Return the scope in which a request shares cached rows; see `read_request`."""
+    scope = "" if sharing == "all" else owner
+    return f"{scope}\n{submit.salt}" if submit.salt else scope
 
 
 def _check_sampling(submit: Submit, target: Worker) -> None:
