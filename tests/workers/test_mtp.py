@@ -19,11 +19,11 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.runtime.client import Client
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.drafters.head import HeadDrafter, MtpDrafter
+from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head, classify
+from dovetail.workers.heads.mtp.drafter import MtpDrafter, gain_of_raw
 from dovetail.workers.heads.mtp.layers import open_mtp
-from dovetail.workers.heads.mtp.probe import gain_of_raw
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.wire import TYPES, to_array

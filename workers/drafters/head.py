@@ -28,7 +28,7 @@ row consumes the next token, a prompt that shares n tokens with the log can reus
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,9 +61,6 @@ from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Order, Shape
 from dovetail.workers.speculation.score_calibration import Scale
 
-if TYPE_CHECKING:
-    from dovetail.workers.heads.mtp.layers import MtpHead
-
 SHARPENING = 1.0
 """The initial value of sharpening "auto". Committed tokens a round on 16 of the demonstration
 prompts with a Dovetail head of one block, gamma 15, depth 8, width 10: at 0.3 / 0.5 / 0.8 / 1.0 /
@@ -78,8 +75,6 @@ argmax(z + noise) adds less. tau at temperature 1, tree 15/8/10, a Dovetail head
 the embedded target, 24 shipped prompts, with 0 / 0.25 / 0.5 / 0.75 / 1: 4.50 / 4.77 / 4.88 / 4.83 /
 4.45. Share of nodes with ten children that contain the target's choice, on text unlike its training
 data (GSM8K, MT-bench), with 0.5 / 0.75 / 1: 0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
-PROBED = 64, 256  # the least and the most rows of a prompt that settle an MTP layer's variant
-SURE = 2.0  # standard errors by which the variant that is not the default must win
 FORETOLD = -2
 """Marks a node without a row that has children: its row is only needed if something below them is
 computed, in growth ahead."""
@@ -359,33 +354,3 @@ class HeadDrafter(FeatureReader[HeadSession], Grower[HeadSession], Keeper[HeadSe
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Predicted]:
         return compute_rows(self.head, parts)
-
-
-class MtpDrafter(HeadDrafter):
-    """The engine of an MTP layer, which settles its variant by the first prompt that is long
-    enough."""
-
-    def __init__(self, head: "MtpHead", *others: Any, found: Callable[[bool], None], **more: Any):
-        """`found`: called once with whether later levels read results before the norm."""
-        super().__init__(head, *others, **more)
-        self.layer, self._found = head, found
-        self._text: tuple[Tensor, Tensor] | None = None
-
-    def feed(self, session: HeadSession, start: int, features: Array) -> None:
-        super().feed(session, start, features)
-        rows = to_tensor(features)[: min(PROBED[1], len(session.log) - 3)]
-        if start == 0 and len(rows) >= PROBED[0] and not self.layer.probed:
-            self._text = torch.tensor(session.log[: len(rows) + 3]), rows.clone()
-
-    def learn(self) -> bool:
-        if self._text is None or self.layer.probed:
-            return super().learn()
-        from dovetail.workers.heads.mtp.probe import gain_of_raw
-
-        gain, error = gain_of_raw(self.layer, *self._text)
-        self.layer.raw, self.layer.probed, self._text = gain > SURE * error, True, None
-        self._found(self.layer.raw)
-        if self.layer.raw:
-            said = f"later levels read results before its norm: {gain:+.1%} of tokens foreseen"
-            print(f"{self.layer.source}: {said}", file=sys.stderr)
-        return True

@@ -415,8 +415,8 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
 
 def _open_mtp(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.protocol.profile import MtpVariant, load_profile, rewrite_profile
-    from dovetail.workers.drafters.head import MtpDrafter
     from dovetail.workers.drafters.weights import check_type
+    from dovetail.workers.heads.mtp.drafter import MtpDrafter
     from dovetail.workers.heads.mtp.layers import open_mtp
     from dovetail.workers.heads.reduced.rows import FrequentRows
 
