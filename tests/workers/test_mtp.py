@@ -28,6 +28,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Shape
+from pretended.device import POSSIBLE
 from support.architectures import VOCABULARY, write_varied
 from support.cases import everyday
 from support.kernels import needs_kernels
@@ -66,7 +67,8 @@ def check(head: Head, slow: Slow) -> None:
     cache.keep(range(LENGTH), LENGTH)
     for row in (0, 4, LENGTH - 1):
         expected = slow(tokens[: row + 1], states[: row + 1])
-        torch.testing.assert_close(found.logits[row], expected[0], rtol=CLOSE, atol=CLOSE)
+        logits = found.logits[row].cpu()
+        torch.testing.assert_close(logits, expected[0], rtol=CLOSE, atol=CLOSE)
     branches = [5, 11]
     paths = Paths.of(LENGTH, [[LENGTH], [LENGTH + 1]])
     guessed = head.forward(
@@ -79,13 +81,21 @@ def check(head: Head, slow: Slow) -> None:
     given = torch.cat([states, expected[1][None]])
     for branch, logits in zip(branches, guessed.logits, strict=True):
         wanted = slow([*tokens, branch], given)[0]
-        torch.testing.assert_close(logits, wanted, rtol=10 * CLOSE, atol=10 * CLOSE)
+        torch.testing.assert_close(logits.cpu(), wanted, rtol=10 * CLOSE, atol=10 * CLOSE)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_layer_computes_what_transformers_layer_computes(tmp_path: Path, kind: str) -> None:
     slow = write_mtp(kind, tmp_path / "model")
     check(opened(tmp_path / "model"), slow)
+
+
+@pytest.mark.skipif(not POSSIBLE, reason="torch cannot be told of a device from Python")
+@pytest.mark.parametrize("kind", everyday(LAYOUTS, "nemotron_h", "cohere2_moe"))
+def test_a_layer_computes_the_same_on_a_gpu(tmp_path: Path, kind: str) -> None:
+    slow = write_mtp(kind, folder := tmp_path / "model")
+    place = open_device("pretended", 1)
+    check(open_mtp(str(folder), target=str(folder), weights="fp32", device=place), slow)
 
 
 OF_TRANSFORMERS = {"mellum": None, "glm4_moe": r"layers\.4\.", "deepseek_v3": r"layers\.4\."}

@@ -200,16 +200,16 @@ def _tables(layer: MtpLayer, target: Target) -> tuple[Tensor, Tensor]:
 def _spec(
     layer: MtpLayer, target: Target, kernel: Kernels, context: int, embedded: torch.dtype
 ) -> MtpSpec:
-    plan, shape = kernel.plans[0], target.shape
+    noted, shape = kernel.noted[0], target.shape
     wide = torch.bfloat16 in (embedded, layer.fusion.dtype)
     dtype: FeatureType = "bfloat16" if wide else "float16"
     return MtpSpec(
         kind="mtp",
         hidden=shape.width,
         target_width=shape.width,
-        heads=plan.heads,
-        kv_heads=plan.kv_heads,
-        head_dim=plan.head_dim,
+        heads=noted.heads,
+        kv_heads=noted.kv_heads,
+        head_dim=noted.head_dim,
         intermediate=0,
         vocabulary_size=shape.vocabulary_size,
         draft_vocabulary=shape.vocabulary_size,
