@@ -133,6 +133,13 @@ class DraftFall(Frozen):
     why: str
 
 
+class MtpVariant(Frozen):
+    """Which of its results the later levels of an MTP layer read."""
+
+    key: str  # the digest of the layer
+    raw: bool  # True if that is the one before its norm
+
+
 class Profile(Frozen):
     """The whole file."""
 
@@ -141,15 +148,17 @@ class Profile(Frozen):
     nodes: tuple[NodeTimes, ...] = ()  # at most one for each key
     types: tuple[TypeTimes, ...] = ()  # at most one for each key
     falls: tuple[DraftFall, ...] = ()  # at most one for each key
+    variants: tuple[MtpVariant, ...] = ()  # at most one for each key
 
     def find(self, key: ProfileKey) -> Entry:
         """Return what is known under a key; an empty entry if nothing is."""
         return next((entry for entry in self.entries if entry.key == key), Entry(key=key))
 
-    def holding(self, found: Entry | NodeTimes | TypeTimes | DraftFall) -> "Profile":
+    def holding(self, found: Entry | NodeTimes | TypeTimes | DraftFall | MtpVariant) -> "Profile":
         """Return the profile with this in place of what it has under the same key; a fallback
         without a reason only removes its predecessor."""
         lists = {Entry: "entries", NodeTimes: "nodes", TypeTimes: "types", DraftFall: "falls"}
+        lists |= {MtpVariant: "variants"}
         others = (one for one in getattr(self, lists[type(found)]) if one.key != found.key)
         over = isinstance(found, DraftFall) and not found.why
         return self.model_copy(update={lists[type(found)]: (*others, *(() if over else (found,)))})

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     "--taps",
     default="auto",
     help="Layers whose input is stored with the last state: auto (EAGLE-3's), none, or a list such "
-    "as 2,4,5.",
+    "as 2,4,5. The number of layers stands for the last one's output.",
 )
 @rare(
     "--context",

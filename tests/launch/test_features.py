@@ -70,7 +70,7 @@ def test_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--taps", "9"), "layers from 0 to 7"),
+        (("--taps", "9"), "numbers from 0 to 8"),
         (("--target", "nowhere/at/all"), "is not there: name an existing folder or GGUF file"),
     ],
 )

@@ -41,7 +41,12 @@ from dovetail.launch.profiling.stages import RunWatch
 from dovetail.launch.profiling.timeline import Actor, Slice
 from dovetail.protocol.experts import Mixture, Routing
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
+from dovetail.protocol.settings.models import BLOCK_KINDS
+from support.block_heads import write_drafter
 from support.cases import everyday
+from support.models import tiny_llama
+from support.mtp import write_mtp
+from support.parallel_heads import write_parallel_head
 from support.patience import PATIENCE_S
 from support.profiled import made_up_run, with_experts
 
@@ -576,6 +581,29 @@ def test_a_run_of_its_own_says_for_every_device_where_its_time_went_and_what_wou
     assert all((out / name).stat().st_size for name in told["files"])
     assert json.loads((out / "profile.json").read_text(encoding="utf-8")) == told
     _check_trace(json.loads((out / "trace.json").read_text(encoding="utf-8")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mtp", *BLOCK_KINDS])
+def test_a_draft_of_any_published_kind_is_profiled(run: Run, tmp_path: Path, kind: str) -> None:
+    if kind == "mtp":
+        write_mtp("nemotron_h", target := tmp_path / "model")
+        draft = kind
+    else:
+        target, draft = tiny_llama(tmp_path / "model"), str(tmp_path / "draft")
+        names = {"dflash": "dflash-mixed", "dspark": "dspark-deepspec", "dflash2": "dflash2"}
+        if kind == "peagle":
+            write_parallel_head(Path(draft))
+        else:
+            write_drafter(Path(draft), names[kind])
+    options = shlex.split("--max-tokens 24 --json --draft.device cpu --policy dynamic")
+    options += ["--tree.insist", "true", "--prompt", "Tell me a story.", "--draft", draft]
+    result = run("profile", "--target.model", str(target), "--out", str(tmp_path / "out"), *options)
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert {"draft", "verify"} <= set(told["round_ms"])
+    assert {"alone", "ahead"} <= {one["name"] for one in [*told["advice"], *told["no_gain"]]}
+    assert told["devices"]["draft"]["busy"] > 0.0
 
 
 def _check_trace(trace: dict[str, Any]) -> None:

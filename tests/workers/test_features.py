@@ -91,6 +91,15 @@ def test_states_are_those_that_transformers_computes(folder: Path, examples: Exa
         assert sample.g.dtype == torch.float16
 
 
+@torch.no_grad()
+def test_the_last_tap_is_what_the_final_norm_reads() -> None:
+    tokens = torch.tensor([1, 5, 9, 700, 3])
+    (states,) = open_states(str(TARGET), taps="0,8", dtype="bfloat16").read([tokens])
+    last, _, stream = states.float().split(256, dim=-1)
+    normed = transformers_model(TARGET).model.norm(stream)
+    torch.testing.assert_close(last, normed, rtol=2e-2, atol=5e-2)
+
+
 def test_sequence_that_is_longer_than_a_pass_has_the_same_states(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path, context=2 * PASS_ROWS)
     tokens = torch.randint(0, 48, (PASS_ROWS + 37,), generator=torch.Generator().manual_seed(1))
@@ -261,8 +270,8 @@ def test_taps_are_those_of_eagle3_unless_named() -> None:
     assert choose_taps("auto", 8) == (2, 4, 5)
     assert choose_taps("auto", 32) == (2, 16, 29)
     assert choose_taps("none", 8) == ()
-    assert choose_taps("0,7", 8) == (0, 7)
-    for asked, layers in (("auto", 6), ("8", 8), ("1,1", 8), ("x", 8)):
+    assert choose_taps("0,8", 8) == (0, 8)  # the last one is the output of the last layer
+    for asked, layers in (("auto", 6), ("9", 8), ("1,1", 8), ("x", 8)):
         with pytest.raises(UserError, match="taps"):
             choose_taps(asked, layers)
 

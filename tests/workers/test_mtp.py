@@ -22,11 +22,13 @@ from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head, classify
+from dovetail.workers.heads.mtp.drafter import MtpDrafter, gain_of_raw
 from dovetail.workers.heads.mtp.layers import open_mtp
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Shape
+from pretended.device import POSSIBLE
 from support.architectures import VOCABULARY, write_varied
 from support.cases import everyday
 from support.kernels import needs_kernels
@@ -65,7 +67,8 @@ def check(head: Head, slow: Slow) -> None:
     cache.keep(range(LENGTH), LENGTH)
     for row in (0, 4, LENGTH - 1):
         expected = slow(tokens[: row + 1], states[: row + 1])
-        torch.testing.assert_close(found.logits[row], expected[0], rtol=CLOSE, atol=CLOSE)
+        logits = found.logits[row].cpu()
+        torch.testing.assert_close(logits, expected[0], rtol=CLOSE, atol=CLOSE)
     branches = [5, 11]
     paths = Paths.of(LENGTH, [[LENGTH], [LENGTH + 1]])
     guessed = head.forward(
@@ -78,13 +81,21 @@ def check(head: Head, slow: Slow) -> None:
     given = torch.cat([states, expected[1][None]])
     for branch, logits in zip(branches, guessed.logits, strict=True):
         wanted = slow([*tokens, branch], given)[0]
-        torch.testing.assert_close(logits, wanted, rtol=10 * CLOSE, atol=10 * CLOSE)
+        torch.testing.assert_close(logits.cpu(), wanted, rtol=10 * CLOSE, atol=10 * CLOSE)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_layer_computes_what_transformers_layer_computes(tmp_path: Path, kind: str) -> None:
     slow = write_mtp(kind, tmp_path / "model")
     check(opened(tmp_path / "model"), slow)
+
+
+@pytest.mark.skipif(not POSSIBLE, reason="torch cannot be told of a device from Python")
+@pytest.mark.parametrize("kind", everyday(LAYOUTS, "nemotron_h", "cohere2_moe"))
+def test_a_layer_computes_the_same_on_a_gpu(tmp_path: Path, kind: str) -> None:
+    slow = write_mtp(kind, folder := tmp_path / "model")
+    place = open_device("pretended", 1)
+    check(open_mtp(str(folder), target=str(folder), weights="fp32", device=place), slow)
 
 
 OF_TRANSFORMERS = {"mellum": None, "glm4_moe": r"layers\.4\.", "deepseek_v3": r"layers\.4\."}
@@ -122,6 +133,15 @@ IN_FILES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "deepseek_v3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "hy_v3": {},
+    "exaone_moe": {},
+    "exaone4": {},
+    "glm4_moe bailingmoe2": {"use_qk_norm": True},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "num_hidden_layers": 4,
+        "use_bias": False,
+        "mlp_bias": False,
+    },
 }
 
 
@@ -129,8 +149,10 @@ IN_FILES: dict[str, dict[str, Any]] = {
 def test_the_last_block_of_a_gguf_file_is_the_layer_of_its_checkpoint(
     tmp_path: Path, kind: str
 ) -> None:
-    slow = write_mtp(kind, tmp_path / "model", **IN_FILES[kind])
-    write_mtp_gguf(kind, tmp_path / "model", file := tmp_path / "model.gguf")
+    fields, (kind, _, architecture) = IN_FILES[kind], kind.partition(" ")
+    slow = write_mtp(kind, tmp_path / "model", **fields)
+    more: dict[str, Any] = {"architecture": architecture} if architecture else {}
+    write_mtp_gguf(kind, tmp_path / "model", file := tmp_path / "model.gguf", **more)
     check(opened(file), slow)
 
 
@@ -197,6 +219,47 @@ def test_a_greedy_chain_is_that_of_the_slow_version(tmp_path: Path, kind: str) -
         more = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(bonus))
         given = torch.cat([given, more.to(given.dtype)])
         engine.take_features(session, to_array(given[-1:]))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_variant_of_deepseeks_layer_is_settled_by_a_text(tmp_path: Path, raw: bool) -> None:
+    """By one that the second level always foresees if it is `raw`, or if it is not."""
+    write_mtp("deepseek_v3", folder := tmp_path / "model")
+    weight = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3))
+    norm = "model.layers.4.shared_head.norm.weight"
+    changed(folder, lambda t: t.update({norm: weight}))
+    tensors, (names, _) = load_file(folder / "model.safetensors"), LAYOUTS["deepseek_v3"]
+    slow = Slow("deepseek_v3", tmp_path / "model-alone", tensors, names)
+    (*log, _), states = random_rows(65)
+    log = log[:3]
+    right = {False: 0, True: 0}
+    for row in range(64):
+        guesses = {}
+        for kind in right:
+            state = slow(log[1 : row + 2], states[: row + 1], raw=kind)[1]
+            given = torch.cat([states[: row + 1], state[None]])
+            guesses[kind] = int(slow(log[1 : row + 3], given)[0].argmax())
+        log.append(guesses[raw])
+        right = {kind: count + (guesses[kind] == log[-1]) for kind, count in right.items()}
+    settings = DraftSettings(kind="mtp", device="cpu", weights="fp32")
+    profile = tmp_path / "profile.json"
+
+    def opened_drafter() -> MtpDrafter:
+        more: dict[str, Any] = {"threads": 1, "profile": profile}
+        worker = open_draft_worker(settings, name="draft", target=str(folder), **more)
+        assert isinstance(worker.engine, MtpDrafter)
+        return worker.engine
+
+    engine, states = opened_drafter(), states[:64]
+    gain, _ = gain_of_raw(engine.layer, torch.tensor(log), states)
+    assert gain == pytest.approx((right[True] - right[False]) / 64)
+    tree = TreeSettings(policy="dynamic", gamma=4, depth=4, width=1)
+    order = {"capacity": 80, "vocabulary_size": VOCABULARY, "key": bytes(16), "end": ()}
+    session = engine.open(opening(0, log, **order, sampling=Sampling(), tree=tree))
+    engine.feed(session, 0, to_array(states.to(TYPES[engine.reads.dtype])))
+    assert engine.learn()
+    assert opened_drafter().layer.raw == engine.layer.raw == raw
+    assert opened_drafter().layer.probed
 
 
 def changed(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -331,7 +394,13 @@ def ask(client: Client, tokens: Sequence[int], temperature: float, *, speculate:
     )
 
 
-@pytest.mark.parametrize("kind", everyday(("qwen3_next", "deepseek_v3", "glm4_moe"), "qwen3_next"))
+LOSSLESS = (
+    *("qwen3_next", "deepseek_v3", "glm4_moe", "exaone_moe", "exaone4", "cohere2_moe"),
+    *("sarvam_moe", "nemotron_h", "mellum", "ernie4_5_moe", "hy_v3", "glm4_moe_lite"),
+)
+
+
+@pytest.mark.parametrize("kind", everyday(LOSSLESS, "qwen3_next"))
 def test_text_is_that_of_the_target_alone_also_in_the_next_turn(tmp_path: Path, kind: str) -> None:
     """A target with recurrent layers among them; the second turn begins with the first."""
     write_mtp(kind, tmp_path / "model")

@@ -414,8 +414,9 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
 
 
 def _open_mtp(wanted: Wanted) -> DraftWorker[Any]:
-    from dovetail.workers.drafters.head import HeadDrafter
+    from dovetail.protocol.profile import MtpVariant, load_profile, rewrite_profile
     from dovetail.workers.drafters.weights import check_type
+    from dovetail.workers.heads.mtp.drafter import MtpDrafter
     from dovetail.workers.heads.mtp.layers import open_mtp
     from dovetail.workers.heads.reduced.rows import FrequentRows
 
@@ -432,8 +433,23 @@ def _open_mtp(wanted: Wanted) -> DraftWorker[Any]:
         context=wanted.context,
         reduced=(reduced := FrequentRows(settings.head_rows, wanted.target)),
     )
-    spans = Spans()
-    engine = HeadDrafter(head, spans, contrast=False, ahead=settings.ahead is not False)
+    spans, profile, key = Spans(), wanted.profile, head.checkpoint_digest
+    known = () if profile is None or head.probed else load_profile(profile).variants
+    for variant in known:
+        if variant.key == key:
+            head.raw, head.probed = variant.raw, True
+
+    def remember(raw: bool) -> None:
+        if profile is not None:
+            rewrite_profile(profile, lambda known: known.holding(MtpVariant(key=key, raw=raw)))
+
+    engine = MtpDrafter(
+        *(head, spans),
+        found=remember,
+        contrast=False,
+        ahead=settings.ahead is not False,
+        merges=settings.merge_lookup,
+    )
     engine.counts = reduced.counts
     called = settings.model or f"the MTP layer of {wanted.target}"
     identity = wanted.identity(

@@ -41,6 +41,7 @@ EMBEDDINGS = (
     "transformer.wte.weight",
     "wte.weight",
     "model.decoder.embed_tokens.weight",
+    "backbone.embeddings.weight",
 )
 OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
 """The families' names of the embedding and of the output head; a model without the latter ties it

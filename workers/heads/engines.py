@@ -128,17 +128,20 @@ def _plan(
 def halves(
     plan: LayerPlan, run_of: Callable[[LayerPlan], Run], some: Callable[[int], Any]
 ) -> HeadLayer:
-    """Return the halves of a layer. `some`: makes the rows of the MLP's, which needs no cache."""
-    if plan.gate_up is None and plan.experts is None:
+    """Return the halves of a layer; parallel ones stay together. `some`: makes the rows of the
+    MLP's, which needs no cache."""
+    if plan.parallel or (plan.gate_up is None and plan.experts is None):
         return HeadLayer(run_of(plan), None)
+    if plan.qkv is None and plan.latent is None:
+        return HeadLayer(lambda *_: None, _behind(run_of(plan), some))
     attend = replace(plan, gate_up=None, down=None, mlp_norm=None, experts=None)
     rest = replace(plan, qkv=None, output=None, attention_norm=None, given=0)
     behind = run_of(replace(rest, latent=None, mixer_gate=None))
+    return HeadLayer(run_of(attend), _behind(behind, some))
 
-    def mlp(states: Tensor) -> None:
-        behind(some(len(states)), states, None)
 
-    return HeadLayer(run_of(attend), mlp)
+def _behind(run: Run, some: Callable[[int], Any]) -> Callable[[Tensor], None]:
+    return lambda states: run(some(len(states)), states, None)
 
 
 class HeadKernels(KernelEngine):
@@ -146,6 +149,7 @@ class HeadKernels(KernelEngine):
 
     cached: torch.dtype = torch.float32  # the type of keys and values
     table: torch.dtype | None = None  # the type of the embedding; None: as stored
+    norms = NormKind.RMS
     ours: Ours | None = None  # functions for levels with rows of several sessions
     name = "the C++ kernels"
 
@@ -166,9 +170,9 @@ class HeadKernels(KernelEngine):
         return pack_matrix(weight, None, PRECISE.get(self._weights, self._weights)).linear
 
     def norm(self, weight: Tensor, epsilon: float) -> Product:
-        """Return the RMS norm of rows."""
+        """Return the norm of rows."""
         norm = Norm(weight.float().contiguous())
-        return lambda x: normalise(NormKind.RMS, norm, x, epsilon)
+        return lambda x: normalise(self.norms, norm, x, epsilon)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(first half) * second half of rows [T, 2 width]."""
@@ -225,6 +229,8 @@ class HeadTorch(TorchEngine):
     """torch on any device, with our functions on a GPU. On a CPU weights are fp32, rounded to 16
     bits first if that is their type."""
 
+    norms = NormKind.RMS
+
     def __init__(
         self,
         rotation: Rotation,
@@ -264,7 +270,7 @@ class HeadTorch(TorchEngine):
         return device_product(weight, None, kind, self.device, exact=self._exact)
 
     def norm(self, weight: Tensor, epsilon: float) -> Product:
-        return DeviceNorm(NormKind.RMS, Norm(weight.float()), epsilon, self.device, self.parts)
+        return DeviceNorm(self.norms, Norm(weight.float()), epsilon, self.device, self.parts)
 
     def gated(self, x: Tensor) -> Tensor:
         if self.parts is not None:

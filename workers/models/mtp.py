@@ -48,11 +48,19 @@ class Layout:
     state_norm: str
     norm: str | None  # the norm before the output head; None: there is none
     layer: str  # the prefix of the decoder layer
+    halves: int = 1  # 2 if its attention and its experts are two layers of the checkpoint's family
 
     def at(self, layers: int) -> "Layout":
         """Return the names in a checkpoint with this number of layers."""
         own: dict[str, Any] = vars(self)
-        return replace(self, **{n: s and s.replace("N", str(layers)) for n, s in own.items()})
+        named = {n: s for n, s in own.items() if isinstance(s, str)}
+        changed: dict[str, Any] = {n: s.replace("N", str(layers)) for n, s in named.items()}
+        return replace(self, **changed)
+
+    @property
+    def parts(self) -> list[str]:
+        """Return the prefixes of the layers of the family."""
+        return [self.layer, *(f"{self.layer[:-2]}{half}." for half in range(1, self.halves))]
 
 
 def _nextn(norm: str) -> Layout:
@@ -80,25 +88,50 @@ LAYOUTS = (
         "mtp_layers.0.final_layernorm",
         "mtp_layers.0.",
     ),
+    Layout(
+        "mtp.layers.0.eh_proj",
+        "mtp.layers.0.enorm",
+        "mtp.layers.0.hnorm",
+        "mtp.layers.1.final_layernorm",
+        "mtp.layers.0.",
+        halves=2,
+    ),
 )
-"""Qwen's and Mellum's; DeepSeek's and GLM's, also of GGUF files; Hunyuan's; ERNIE's; that of the
-speculators library."""
+"""Qwen's, EXAONE's and Mellum's; DeepSeek's, GLM's and Cohere's, also of GGUF files; Hunyuan's and
+Ling's; ERNIE's; that of the speculators library; Nemotron's."""
 FULL = {"layer_types": ["full_attention"]}
 SPARSE = {"mlp_layer_types": ["sparse"]}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    # attention sees all and rotates: in transformers only layers with a window rotate
+    "cohere2_moe": {"layer_types": ["sliding_attention"], "sliding_window": 1 << 20, **SPARSE},
     "deepseek_v3": {"first_k_dense_replace": 0},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 1},  # none
+    "exaone4": {},
+    "exaone_moe": {"mlp_layer_types": ["dense"]},
     "glm4_moe": {"first_k_dense_replace": 0},
     "glm4_moe_lite": SPARSE,
     "hy_v3": SPARSE,
     "llama": {},
     "mellum": {"layer_types": ["sliding_attention"], **SPARSE},
+    "nemotron_h": {"layers_block_type": ["full_attention", "moe"]},
     "qwen3_5_moe_text": FULL,
     "qwen3": FULL,
     "qwen3_5_text": FULL,
     "qwen3_next": {**FULL, "mlp_only_layers": [], "decoder_sparse_step": 1},
+    "sarvam_moe": {"first_k_dense_replace": 0},
 }
-"""Model type -> the fields of a configuration whose only layer is like the MTP layer."""
+"""Model type -> the fields of a configuration whose only layer is like the MTP layer; lists of
+types of layers are those of the first layer unless given."""
+ENDS = {"nemotron_h": ("model.embeddings.weight", "model.norm_f.weight")}
+"""Model type -> the names of embedding and final norm, if unusual."""
+FOLDED = {
+    "post_norm": "1.norm",
+    "shared_head.norm": "1.final_layernorm",
+    **{part: f"0.{part}" for part in ("norm", "eh_proj", "enorm", "hnorm")},
+    **{part: f"0.{part}" for part in (f"mixer.{one}_proj" for one in "qkvo")},
+}
+"""Parts of the single block that a GGUF file has for the two layers of Nemotron's MTP layer; others
+are of the second one."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +151,7 @@ class MtpLayer:
     source: str
     config: Mapping[str, Any]  # of a model whose only layer is this one
     tensors: Mapping[str, Stored]  # of that model, by its names, without the embedding
+    table: str  # that model's name of the embedding
     fusion: Tensor  # [H, 2 H]: reads the embedding, then the state
     embedding_norm: Tensor  # [H], as stored
     state_norm: Tensor  # [H], as stored
@@ -139,7 +173,7 @@ class MtpLayer:
             kind = {torch.float16: "F16", torch.bfloat16: "BF16"}.get(rows.dtype, "F32")
             identity = Identity(0, 0, 0, 0, 0)
             held = Held(folder, kind, tuple(rows.shape), 0, rows.nbytes, identity, numbers=rows)
-            tensors = {**self.tensors, "model.embed_tokens.weight": held}
+            tensors = {**self.tensors, self.table: held, TABLES[1]: held}
             facts = VocabularyFacts(digest="mtp", size=1, end=(), begin=None, template="")
             language = (self.source, b"", TokenTable.of({}), facts)
             try:
@@ -152,7 +186,9 @@ class MtpLayer:
                 said = str(error).replace(f"{folder}/config.json", self.source)
                 said = said.replace(str(folder), self.source)
                 said = said.replace("model.norm", self.layout.norm or "model.norm")
-                raise CheckpointError(said.replace("model.layers.0.", self.layout.layer)) from None
+                for number, part in enumerate(self.layout.parts):
+                    said = said.replace(f"model.layers.{number}.", part)
+                raise CheckpointError(said) from None
 
     def _refuse_unused(self, checkpoint: Checkpoint) -> None:
         """`CheckpointError` naming a tensor that the layer does not use."""
@@ -193,6 +229,8 @@ def _found(
     named = spelled(str(source or folder))
     kind, layers = str(content["model_type"]), content["num_hidden_layers"]
     tensors = stored_tensors(source or folder, mtp=True)
+    if kind == "nemotron_h":
+        tensors = _unfolded(tensors, f"backbone.layers.{layers}.")
     layouts = [one.at(layers) for one in LAYOUTS]
     layouts = [one for one in layouts if f"{one.fusion}.weight" in tensors]
     if not layouts:
@@ -208,12 +246,22 @@ def _found(
             f"{', '.join(sorted(FAMILIES))}; choose another draft"
         )
     count = next((content[key] for key in COUNTS if content.get(key)), 1)
-    count = max(count, len(_numbers(layout.layer, tensors)))
+    count = max(count, -(-len(_numbers(layout.layer, tensors)) // layout.halves))
     if count != 1:
         raise CheckpointError(
             f"{named} has {count} MTP layers in a chain, and one is supported; choose another draft"
         )
     return named, content, kind, layout, tensors
+
+
+def _unfolded(tensors: Mapping[str, Stored], block: str) -> dict[str, Stored]:
+    """Return tensors, with those of the block with a prefix as the two layers of Nemotron's."""
+    found = dict[str, Stored]()
+    for name, stored in tensors.items():
+        part, dot, end = name.removeprefix(block).rpartition(".")
+        own = f"mtp.layers.{FOLDED.get(part, f'1.{part}')}{dot}{end}"
+        found[own if name.startswith(block) else name] = stored
+    return found
 
 
 def _numbers(layer: str, names: Iterable[str]) -> set[int]:
@@ -250,32 +298,36 @@ def _read(
     beside = {f"{name}.weight" for name in own}
     copies = {part: f"{layout.layer}{part}.weight" for part in ("embed_tokens", "shared_head.head")}
     norm = f"{layout.norm}.weight"
-    final = tensors.get(norm) or tensors.get("model.norm.weight")
+    table, last = ENDS.get(kind, ("model.embed_tokens.weight", "model.norm.weight"))
+    final = tensors.get(norm) or tensors.get(last)
     if final is None:
         raise damaged(f"{source} lacks tensor {norm} of its MTP layer")
     layer = {
-        f"model.layers.0.{name.removeprefix(layout.layer)}": stored
+        f"model.layers.{number}.{name.removeprefix(part)}": stored
+        for number, part in enumerate(layout.parts)
         for name, stored in tensors.items()
-        if name.startswith(layout.layer) and name not in (beside | {*copies.values(), norm})
+        if name.startswith(part) and name not in (beside | {*copies.values(), norm})
     }
     namespace = "mtp" if layout.layer.startswith("mtp") else "model.mtp"
     strange = [
         name
         for name in tensors
         if name.startswith(namespace)
-        and not name.startswith(layout.layer)
+        and not name.startswith(tuple(layout.parts))
         and name not in beside | {norm}
     ]
     if strange:
         raise damaged(f"{source} has tensor {strange[0]}, which no supported MTP layer has")
     config = {key: value for key, value in content.items() if key not in UNREAD}
+    kinds = ("layer_types", "mlp_layer_types", "layers_block_type")
+    config |= {key: config[key][:1] for key in kinds if isinstance(config.get(key), list)}
     config |= FAMILIES[kind]
-    told = {key: content.get(f"mtp_{key}") for key in ("layer_types", "mlp_layer_types")}
+    told = {key: content.get(f"mtp_{key}") for key in kinds}
     config |= {key: value for key, value in told.items() if value is not None}
     config |= {key: 0 for key in COUNTS if key in config}
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config |= {"num_hidden_layers": 1, "tie_word_embeddings": True}
-    own_tensors = {**layer, "model.norm.weight": final}
+    config |= {"num_hidden_layers": layout.halves, "tie_word_embeddings": False}
+    own_tensors = {**layer, last: final}
     embedding, output = (
         tensors.get(name) or (tensors.get(whole) if alone else None)
         for name, whole in zip(copies.values(), TABLES, strict=True)
@@ -284,6 +336,7 @@ def _read(
         source,
         config,
         own_tensors,
+        table,
         fusion=own[layout.fusion],
         embedding_norm=own[layout.embedding_norm],
         state_norm=own[layout.state_norm],

@@ -29,7 +29,6 @@ class PEagle(Eagle3):
     """P-EAGLE in the format of the speculators library."""
 
     name, title, config, spec = "peagle", "P-EAGLE", PEagleConfig, Eagle3Spec
-    figures = None
 
     def recognises(self, shapes: Shapes) -> bool:
         return MASK in shapes and super().recognises(shapes)

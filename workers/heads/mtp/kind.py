@@ -58,8 +58,10 @@ class Mtp(HeadKind):
             both = [norm(one.contiguous()) for norm, one in zip(norms, given, strict=True)]
             states = fuse(torch.cat(both, dim=-1))
             states = engine.layers(states, inputs.seen, inputs.rows)
-            normed = spec.normed and len(states) > 0
-            return inputs.outcome(engine.final_norm(states) if normed else states)
+            if not spec.normed or len(states) == 0:
+                return inputs.outcome(states)
+            normed = engine.final_norm(states)
+            return inputs.outcome(states if engine.raw else normed, normed)
 
         return body
 

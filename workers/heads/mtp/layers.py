@@ -39,8 +39,11 @@ MATRICES = {"stored": "auto", "file": "auto"}
 class MtpKernels(HeadKernels):
     """The layer and the matrices around it, on a CPU."""
 
+    raw = False  # True if later levels read the layer's result before its norm
+
     def __init__(self, model: Kernels, *, weights: str) -> None:
         super().__init__(Rotation(torch.empty(0), 1.0), weights=MATRICES.get(weights, weights))
+        self.norms = model.described.norms.kind
         self._model, self._plans = model, list(model.plans)
         run = self._run_of
         self._halves = [halves(plan, run, _free_rows) for plan in self._plans]
@@ -65,6 +68,8 @@ class MtpKernels(HeadKernels):
 class MtpTorch(HeadTorch):
     """The layer and the matrices around it, on a device."""
 
+    raw = False
+
     def __init__(self, model: Kernels, *, weights: str, device: torch.device) -> None:
         kind = weights if weights in TYPES or weights in ("int8", "int4") else "fp16"
         super().__init__(
@@ -74,6 +79,7 @@ class MtpTorch(HeadTorch):
             cached=torch.float32,
             table=TYPES.get(kind, torch.float16),
         )
+        self.norms = model.described.norms.kind
         self._model = model
 
     @property
@@ -98,6 +104,31 @@ class MtpTorch(HeadTorch):
         return states if rows is None else states[rows]
 
 
+class MtpHead(Head):
+    """An MTP layer, ready to compute."""
+
+    _engine: MtpKernels | MtpTorch
+
+    def __init__(self, *parts: Any, probed: bool, **more: Any) -> None:
+        """`probed`: False if it is not known which of its results later levels read."""
+        super().__init__(*parts, **more)
+        self.probed = probed
+
+    @property
+    def raw(self) -> bool:
+        """Return whether later levels read the layer's result before its norm."""
+        return self._engine.raw
+
+    @raw.setter
+    def raw(self, raw: bool) -> None:
+        self._engine.raw = raw
+
+    def normed(self, states: Tensor) -> Tensor:
+        """Return results [T, H] after the layer's norm."""
+        normed: Tensor = self._engine.final_norm(states)
+        return normed
+
+
 def _free_rows(count: int) -> LayerPass:
     """Return `count` rows for an MLP, which needs no cache."""
     return LayerPass(torch.zeros(count, dtype=torch.int64), [])
@@ -111,7 +142,7 @@ def open_mtp(
     device: Device,
     context: int | None = None,
     reduced: FrequentRows | None = None,
-) -> Head:
+) -> MtpHead:
     """Return the MTP layer of `source`, the target itself or a file of such a layer; raise
     `CheckpointError` for one that is missing, damaged or not supported. `weights`: a type of
     `models/wanted.py`; `context`: the longest sequence asked for.
@@ -146,7 +177,8 @@ def open_mtp(
     )
     rows = None if reduced is None else reduced.choose(head, on_cpu=device.is_cpu)
     tokens = None if rows is None else torch.from_numpy(rows)
-    return Head(head, engine, weights=model.weights, rows=tokens)
+    probed = layer.config["model_type"] != "deepseek_v3"
+    return MtpHead(head, engine, weights=model.weights, rows=tokens, probed=probed)
 
 
 def _tables(layer: MtpLayer, target: Target) -> tuple[Tensor, Tensor]:
@@ -168,16 +200,16 @@ def _tables(layer: MtpLayer, target: Target) -> tuple[Tensor, Tensor]:
 def _spec(
     layer: MtpLayer, target: Target, kernel: Kernels, context: int, embedded: torch.dtype
 ) -> MtpSpec:
-    plan, shape = kernel.plans[0], target.shape
+    noted, shape = kernel.noted[0], target.shape
     wide = torch.bfloat16 in (embedded, layer.fusion.dtype)
     dtype: FeatureType = "bfloat16" if wide else "float16"
     return MtpSpec(
         kind="mtp",
         hidden=shape.width,
         target_width=shape.width,
-        heads=plan.heads,
-        kv_heads=plan.kv_heads,
-        head_dim=plan.head_dim,
+        heads=noted.heads,
+        kv_heads=noted.kv_heads,
+        head_dim=noted.head_dim,
         intermediate=0,
         vocabulary_size=shape.vocabulary_size,
         draft_vocabulary=shape.vocabulary_size,
@@ -185,6 +217,7 @@ def _spec(
         dtype=dtype,
         epsilon=kernel.described.norms.epsilon,
         normed=layer.normed,
+        logit_scale=kernel.logit_scale,
     )
 
 

@@ -367,6 +367,12 @@ class Kernels:
             return logits
         return logits / factor if self._family.divides else logits * factor
 
+    @property
+    def logit_scale(self) -> float:
+        """Return the factor of logits."""
+        factor = self._factor(self._family.logits)
+        return 1.0 / factor if self._family.divides else factor
+
     def _factor(self, field: str, none: float = 1.0) -> float:
         found = getattr(self._model.config, field, None) if field else None
         return none if found is None else float(found)

@@ -12,7 +12,7 @@ from dovetail.workers.models.checkpoints.ling import from_ling, is_ling, why_not
 T = TypeVar("T")
 
 KINDS = (
-    *("deepseek_vl", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2"),
+    *("deepseek_vl", "exaone4_5", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2"),
     *("idefics3", "internvl", "llama4", "llava", "llava_next"),
     *("llava_onevision", "mistral3", "ovis2", "qwen3_5", "qwen3_5_moe"),
     *("smolvlm", "vipllava"),

@@ -63,8 +63,8 @@ def choose_taps(asked: str, layers: int) -> tuple[int, ...]:
         raise UserError(
             f"--taps {asked} is neither auto nor none nor a list of layers such as 2,4,5"
         ) from None
-    if any(not 0 <= tap < layers for tap in taps) or len(set(taps)) < len(taps):
-        raise UserError(f"--taps {asked} must be different layers from 0 to {layers - 1}")
+    if any(not 0 <= tap <= layers for tap in taps) or len(set(taps)) < len(taps):
+        raise UserError(f"--taps {asked} must be different numbers from 0 to {layers}")
     return taps
 
 

@@ -67,8 +67,8 @@ KV_HEADS = "attention.head_count_kv"
 GUESSES = "nextn_predict_layers"
 GUESSING = frozenset(
     (
-        *("bailingmoe2", "deepseek2", "exaone-moe", "glm4moe", "hy_v3", "nemotron_h_moe"),
-        *("qwen35", "qwen35moe", "qwen3next"),
+        *("bailingmoe2", "deepseek2", "exaone-moe", "exaone4", "glm4moe", "hy_v3"),
+        *("nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next"),
     )
 )
 """Architectures whose last layers may predict further tokens (multi-token prediction)."""

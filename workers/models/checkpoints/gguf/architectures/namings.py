@@ -424,8 +424,13 @@ NAMINGS: Mapping[str, Naming] = {
         bare=_CORRECTED,
     ),
     **dict.fromkeys(
-        ("bailingmoe2", "dots1", "exaone-moe"),
+        ("dots1", "exaone-moe"),
         Naming({**LLAMA, **HEAD_NORMS, **_SHARED_EXPERTS}, experts=GATED, bare=_CORRECTED),
+    ),
+    "bailingmoe2": Naming(
+        {**LLAMA, **HEAD_NORMS, **_SHARED_EXPERTS, "layer_output_norm": "final_layernorm"},
+        experts=GATED,
+        bare=_CORRECTED,
     ),
     "hy_v3": Naming(
         {**LLAMA, **HEAD_NORMS, **_SHARED_EXPERTS},
@@ -556,6 +561,7 @@ NAMINGS: Mapping[str, Naming] = {
     "nemotron_h_moe": Naming(
         {
             **_NEMOTRON_H,
+            "post_attention_norm": "post_norm",
             "ffn_gate_inp": "mixer.gate",
             **_under("mixer.shared_experts", ffn_up_shexp="up_proj", ffn_down_shexp="down_proj"),
             **_under("mixer", ffn_latent_down="fc1_latent_proj", ffn_latent_up="fc2_latent_proj"),
