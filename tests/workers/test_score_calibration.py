@@ -115,7 +115,7 @@ def test_greedy_the_sharpening_comes_to_the_one_that_the_choices_were_drawn_with
     ),
 )
 def test_sampled_the_share_of_the_noise_is_found_with_it(truth: Scale) -> None:
-    found = learned(drawn(truth, 900, sampled=True), Scale(1.0, 0.75)).scales(sampled=True)[0]
+    found = learned(drawn(truth, 500, sampled=True), Scale(1.0, 0.75)).scales(sampled=True)[0]
     assert found.noise_share == truth.noise_share
     assert found.sharpening == pytest.approx(truth.sharpening, rel=0.15)
 
@@ -148,7 +148,7 @@ def test_no_other_point_is_likelier_than_the_one_found() -> None:
     st.sampled_from(SHARES),
     st.data(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=40)
 def test_likelihoods_are_those_of_the_definition(
     logits: list[float], temperature: float, share: float, data: st.DataObject
 ) -> None:
