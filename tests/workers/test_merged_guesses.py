@@ -74,8 +74,7 @@ def check(folder: Path, engine: Drafter, session: DraftSession) -> int:
     for node in range(len(tree)):
         path = tree.path_tokens(node)
         parent, token = int(tree.parents[node]), path[-1]
-        logits = behind((*path[:-1],))
-        law = torch.softmax(logits / session.ranking.scales[0].sharpening, 0)
+        law = torch.softmax(behind((*path[:-1],)) / session.ranking.scales[0].sharpening, 0)
         own = float(law[token]) if tree.gains[node] > -np.inf else 0.0
         expected = own
         if tree.guessed[node] > -np.inf:
@@ -91,12 +90,8 @@ def check(folder: Path, engine: Drafter, session: DraftSession) -> int:
             plain = engine.model.new_cache(len(every))
             engine.model.forward(every, torch.arange(len(every)), [Segment(plain, 0, len(every))])
             row = session.cache.length + int(tree.rows[node])
-            torch.testing.assert_close(
-                cache_row(session.cache, row),
-                cache_row(plain, len(every) - 1),
-                rtol=1e-3,
-                atol=1e-4,
-            )
+            kept, computed = cache_row(session.cache, row), cache_row(plain, len(every) - 1)
+            torch.testing.assert_close(kept, computed, rtol=1e-3, atol=1e-4)
     return only
 
 
