@@ -32,8 +32,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         states = self.server.states.items()
-        several = [{"id": name, "status": {"value": state}} for name, state in states]
-        models = several or [{"id": "tiny", "sampling": self.server.sampling}]
+        models: list[dict[str, Any]] = [
+            {"id": name, "status": {"value": state}} for name, state in states
+        ] or [{"id": "tiny", "sampling": self.server.sampling}]
         self._say(200, json.dumps({"data": models}).encode())
 
     def do_POST(self) -> None:
