@@ -303,9 +303,9 @@ class Matcher:
 
 
 class _Encoder:
-    """Encodes forced text for llguidance's `TokenizerWrapper`. It is a byte-pair encoding that merges
-    the pair whose token has the lowest id, since ids are in the order of merges. The result is
-    nearly always that of the model's own tokenizer, which takes 100 MB for 262,144 tokens."""
+    """Encodes forced text for llguidance's `TokenizerWrapper`. It is a byte-pair encoding that
+    merges the pair whose token has the lowest id, since ids are in the order of merges. The result
+    is nearly always that of the model's own tokenizer, which takes 100 MB for 262,144 tokens."""
 
     bos_token_id = None
 
@@ -368,8 +368,8 @@ class GrammarVocabulary:
         except (ValueError, CheckpointError) as error:
             raise refused(f"grammars cannot use the model's tokenizer: {error}") from None
         self._encoder.tokens = wrapper.tokens = []  # 20 MB that have been read
-        own = weakref.ref(self)
-        self._encoder.longest = lambda text: own()._tokens.greedy_tokenize(text)
+        own = weakref.proxy(self)  # the library keeps the encoder
+        self._encoder.longest = lambda text: own._tokens.greedy_tokenize(text)
         self._special = table.special
         self._compiled = lru_cache(KEPT)(self._compile)
 

@@ -265,8 +265,8 @@ def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int
         isinstance(i, int) and 0 <= i <= LARGEST_ID and isinstance(t, str) for i, t in pairs.items()
     ):
         raise CheckpointError("tokenizer.json maps tokens to something other than ids")
-    named = [(index, special[token]) for index, token in pairs.items() if token in special]
-    return pairs, [i for i, out in named if out], [i for i, out in named if not out]
+    kinds = [(index, special[token]) for index, token in pairs.items() if token in special]
+    return pairs, [i for i, out in kinds if out], [i for i, out in kinds if not out]
 
 
 def vocabulary_digest(vocabulary: Mapping[int, str]) -> str:
