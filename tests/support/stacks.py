@@ -76,7 +76,8 @@ class Forking(Supervisor):
     """Forks workers from one process for all tests, unless a test has changed the environment."""
 
     def start(self, name: str, arguments: Sequence[str], **how: Any) -> Child:
-        if arguments[0] != "worker" or nursery_of_workers().environment != environment():
+        alone = arguments[0] != "worker" or "--draft.kind=ngram" in arguments  # that needs no torch
+        if alone or nursery_of_workers().environment != environment():
             return super().start(name, arguments, **how)
         return self._own(name, partial(nursery_of_workers().talk.fork, arguments))
 
