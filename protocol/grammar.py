@@ -12,8 +12,10 @@ import codecs
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import llguidance
@@ -21,8 +23,9 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from dovetail.protocol.errors import RequestError
+from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.messages import MAX_GRAMMAR, Constraint, ThoughtBudget, VocabularyFacts
+from dovetail.protocol.vocabulary import TokenTable
 
 WHITESPACE = " |\n {0,16}"
 """The whitespace at each place of a JSON text: a space, or a new line with an indentation. Without
@@ -47,6 +50,7 @@ LIMITS = llguidance.LLParserLimits(
 SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 VALUES = frozenset(("const", "enum", "default", "examples"))
 """Keywords whose values are JSON texts, not schemas."""
+NONE = 1 << 32  # above every id
 Allowed = NDArray[np.bool_]
 
 
@@ -187,10 +191,12 @@ def _unreadable(pattern: str) -> bool:
 class Budget:
     """What is left of a thought's budget after some tokens of a reply."""
 
-    def __init__(self, own: ThoughtBudget, tokens: llguidance.LLTokenizer) -> None:
-        self._tokens, self._left = tokens, own.tokens
+    def __init__(
+        self, own: ThoughtBudget, tokens: llguidance.LLTokenizer, ending: Sequence[int]
+    ) -> None:
+        """`ending`: the tokens of what ends a thought."""
+        self._tokens, self._left, self._ending = tokens, own.tokens, tuple(ending)
         self._open, self._close = own.open.encode(), own.close.encode()
-        self._ending = tuple(tokens.tokenize_str(own.close))
         self._within, self._over = own.begun, False
         self._written = 0  # how many tokens of the ending were forced
         self._read = b""  # the end of what has been read
@@ -296,13 +302,59 @@ class Matcher:
         return self._budget.forced if self._budget is not None else ()
 
 
-class GrammarVocabulary:
-    """The tokens of a model, for which grammars are compiled."""
+class _Encoder:
+    """Encodes forced text for llguidance's `TokenizerWrapper`. It is a byte-pair encoding that
+    merges the pair whose token has the lowest id, since ids are in the order of merges. The result
+    is nearly always that of the model's own tokenizer, which takes 100 MB for 262,144 tokens."""
 
-    def __init__(self, tokenizer: bytes, size: int, end: Sequence[int]) -> None:
-        """`tokenizer`: the bytes of tokenizer.json. `size`: V; ids beyond the file are never
-        allowed. `end`: the ids that end a reply. Raises `RequestError` of code "constraint" for a
-        tokenizer that the library cannot read."""
+    bos_token_id = None
+
+    def __init__(self, table: TokenTable, size: int, end: int) -> None:
+        special = {index: name.encode() for name, index in table.special.items()}
+        tokens = {**special, **table.pieces()}
+        letters = {one: text for one, text in tokens.items() if len(text) == 1}
+        spare = {one for one in letters if len(table.spelling(one) or "") > 1}  # of single bytes
+        usual = {letters[one] for one in letters.keys() - spare}
+        tokens.update((one, b"") for one in spare if letters[one] in usual)
+        self.eos_token_id, self.special_token_ids = end, [one for one in special if one < size]
+        self.tokens = [tokens.get(one, b"") for one in range(size)]
+        gpt2 = "ByteLevel" in str(table.decoder)
+        words = r"\s{1,64}(?!\S)| ?\S{1,64}|\s" if gpt2 else r"\s{0,64}\S{1,64}|\s{1,64}"
+        self._added = table.added
+        added = map(re.escape, sorted(self._added, key=len)[::-1])
+        self._parts = re.compile("|".join([*added, words]))
+        self.longest: Callable[[str], list[int]] = lambda _: []  # the longest tokens of a text
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        if isinstance(text, bytes):
+            raise TypeError("it is called with strings")
+        return [one for part in self._parts.findall(text) for one in self._encode(part)]
+
+    def _encode(self, part: str) -> list[int]:
+        if part in self._added:
+            return [self._added[part]]
+        pieces = [*part]
+        merged = [self._merged(*pair) for pair in pairwise(pieces)]
+        while (lowest := min(merged, default=NONE)) != NONE:
+            place = merged.index(lowest)
+            pieces[place : place + 2] = ["".join(pieces[place : place + 2])]
+            around = pairwise(pieces[max(place - 1, 0) : place + 2])
+            merged[max(place - 1, 0) : place + 2] = [self._merged(*pair) for pair in around]
+        return [token for piece in pieces for token in self.longest(piece)]
+
+    def _merged(self, one: str, other: str) -> int:
+        """Return the token of two pieces."""
+        ids = self.longest(one + other)
+        return ids[0] if len(ids) == 1 else NONE
+
+
+class GrammarVocabulary:
+    """The tokens of a model, for which grammars are compiled: 100 MB for 262,144 tokens."""
+
+    def __init__(self, table: TokenTable, size: int, end: Sequence[int]) -> None:
+        """`size`: V; ids beyond the table are never allowed. `end`: the ids that end a reply.
+        Raises `RequestError` of code "constraint" for a vocabulary that the library cannot read."""
         self.size = size
         self.every = np.ones(size, np.bool_)
         self.ends = np.zeros(size, np.bool_)
@@ -310,16 +362,22 @@ class GrammarVocabulary:
         if not self.ends.any():
             raise refused("the model has no token that ends a reply, which grammars need")
         try:
-            text = tokenizer.decode("utf-8")
-            self._tokens = llguidance.LLTokenizer(text, n_vocab=size, eos_token=[*end])
-        except ValueError as error:
+            self._encoder = _Encoder(table, size, int(self.ends.argmax()))
+            wrapper = llguidance.TokenizerWrapper(self._encoder)
+            self._tokens = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=[*end])
+        except (ValueError, CheckpointError) as error:
             raise refused(f"grammars cannot use the model's tokenizer: {error}") from None
+        self._encoder.tokens = wrapper.tokens = []  # 20 MB that have been read
+        own = weakref.proxy(self)  # the library keeps the encoder
+        self._encoder.longest = lambda text: own._tokens.greedy_tokenize(text)
+        self._special = table.special
         self._compiled = lru_cache(KEPT)(self._compile)
 
     @classmethod
-    def of(cls, tokenizer: bytes, facts: VocabularyFacts) -> "GrammarVocabulary":
-        """Return the vocabulary of a model, made once: it takes 0.6 s for 131,072 tokens."""
-        return _made(tokenizer, facts.size, facts.end)
+    def of(cls, table: TokenTable, facts: VocabularyFacts) -> "GrammarVocabulary":
+        """Return the vocabulary of a model, made once for a table: it takes a second for 131,072
+        tokens."""
+        return _made(table, facts.size, facts.end)
 
     def matcher(self, grammar: str) -> Matcher:
         """Return a matcher at the beginning of a grammar. Raises `RequestError` of code
@@ -330,7 +388,11 @@ class GrammarVocabulary:
         """Return a matcher at the beginning of a reply. Raises as `matcher` does."""
         own = self._compiled(constraint.grammar).deep_copy() if constraint.grammar else None
         thoughts = constraint.thoughts
-        return Matcher(own, self, None if thoughts is None else Budget(thoughts, self._tokens))
+        if thoughts is None:
+            return Matcher(own, self)
+        special = self._special.get(thoughts.close)
+        ending = self._encoder(thoughts.close) if special is None else [special]
+        return Matcher(own, self, Budget(thoughts, self._tokens, ending))
 
     def warnings(self, grammar: str) -> list[str]:
         """Return which parts of a grammar are ignored."""
@@ -351,6 +413,6 @@ class GrammarVocabulary:
         return own
 
 
-@lru_cache(4)
-def _made(tokenizer: bytes, size: int, end: tuple[int, ...]) -> GrammarVocabulary:
-    return GrammarVocabulary(tokenizer, size, end)
+@lru_cache(2)
+def _made(table: TokenTable, size: int, end: tuple[int, ...]) -> GrammarVocabulary:
+    return GrammarVocabulary(table, size, end)

@@ -68,8 +68,7 @@ def compiled(one: Wanted, target: RequestTarget) -> Constraint:
 
 def vocabulary_of(target: RequestTarget) -> GrammarVocabulary:
     """Return the target's vocabulary for grammars. Raises `RequestError` if it has none."""
-    described = target.described
-    return GrammarVocabulary.of(described.tokenizer.data, described.vocabulary)
+    return GrammarVocabulary.of(target.text.table, target.described.vocabulary)
 
 
 class Compilers:

@@ -48,7 +48,7 @@ def constraint_of(
     """Return the grammar of a reply. `thinking`: the prompt ends within thoughts. `answer`: the
     grammar of a reply without calls, after its thoughts. Raises `Refused`, and `RequestError` for
     tools that are too many or too large, or take longer than `LATE_S`."""
-    vocabulary = GrammarVocabulary.of(text.content, text.facts)
+    vocabulary = GrammarVocabulary.of(text.table, text.facts)
     written = _Grammar(support, text.table.special, answer=answer is not None)
     relaxed = [*answer.relaxed] if answer is not None else []
     began_s = time.monotonic()

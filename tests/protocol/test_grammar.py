@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import jsonschema
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol import grammar
@@ -25,12 +25,14 @@ from dovetail.protocol.messages import (
     VocabularyFacts,
     grammar_engine,
 )
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.text.tokenizer import TextCodec
 from support.schemas import HOSTILE, REFUSED, RELAXED, VALID, thing
 
 TOKENIZER = (DEMO_FOLDER / "target" / "tokenizer.json").read_bytes()
 TEXT = Tokenizer.from_buffer(TOKENIZER)
 CODEC = TextCodec(TOKENIZER, VocabularyFacts(digest="", size=4096, end=(1,)))
+TABLE = CODEC.table
 SIZE, END = 4096, 1
 OTHERS = {
     "regex": grammar.of_regex(r"[A-Z][a-z]{2,8}( [a-z]{1,9}){1,4}\."),
@@ -65,7 +67,7 @@ CONSTRAINTS = {
 
 @pytest.fixture(scope="module")
 def vocabulary() -> GrammarVocabulary:
-    return GrammarVocabulary(TOKENIZER, SIZE, [END])
+    return GrammarVocabulary(TABLE, SIZE, [END])
 
 
 def walk(matcher: Matcher, seed: int, most: int = 60) -> list[int]:
@@ -86,7 +88,7 @@ def test_what_is_allowed_depends_on_the_tokens_alone(
     """Whether they were consumed one by one, with masks computed in between, at once, by copies, or
     after other branches were tried, and by another instance."""
     own = CONSTRAINTS[name]
-    other = GrammarVocabulary(TOKENIZER, SIZE, [END]) if name == "regex" else vocabulary
+    other = GrammarVocabulary(TABLE, SIZE, [END]) if name == "regex" else vocabulary
     for seed in range(2):
         tokens = walk(vocabulary.follow(own), seed)
         stepping, copied = vocabulary.follow(own), vocabulary.follow(own)
@@ -265,7 +267,7 @@ def test_a_choice_is_one_of_its_texts(vocabulary: GrammarVocabulary, text: str) 
 
 
 def test_after_its_end_a_reply_may_only_end(vocabulary: GrammarVocabulary) -> None:
-    several = GrammarVocabulary(TOKENIZER, SIZE + 100, [END, 0])
+    several = GrammarVocabulary(TABLE, SIZE + 100, [END, 0])
     matcher = several.matcher(grammar.of_regex("(yes)?"))
     matcher.consume([END, 17, 17])
     assert matcher.ended
@@ -293,11 +295,35 @@ def test_wrong_grammars_are_refused_in_a_line(vocabulary: GrammarVocabulary) -> 
 
 def test_a_vocabulary_that_cannot_have_grammars_is_refused() -> None:
     with pytest.raises(RequestError, match="no token that ends"):
-        GrammarVocabulary(TOKENIZER, SIZE, [])
+        GrammarVocabulary(TABLE, SIZE, [])
     with pytest.raises(RequestError, match="tokenizer"):
-        GrammarVocabulary(b"{}", SIZE, [END])
+        GrammarVocabulary(TokenTable.of({0: "a", END: "b"}, decoder={"type": "X"}), SIZE, [END])
     facts = VocabularyFacts(digest="", size=SIZE, end=(END,))
-    assert GrammarVocabulary.of(TOKENIZER, facts) is GrammarVocabulary.of(TOKENIZER, facts)
+    assert GrammarVocabulary.of(TABLE, facts) is GrammarVocabulary.of(TABLE, facts)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_forced_text_has_the_tokens_of_the_tokenizer(special: bool) -> None:
+    """An added token that is part of a text is one token in it, and allowed where its text is; a
+    special one is not."""
+    own = Tokenizer.from_buffer(TOKENIZER)
+    added = AddedToken("<tool_call>", special=special, normalized=False)
+    (own.add_special_tokens if special else own.add_tokens)([added])
+    number = own.token_to_id("<tool_call>")
+    table = TokenTable.read(own.to_str().encode())
+    vocabulary = GrammarVocabulary(table, SIZE + 1, [END])
+    for text in (
+        '{"name": "get_weather", "arguments":\n    {',
+        "Größe 東京 \U0001f642",
+        "a  b\n\n c",
+        "x" * 99,
+    ):
+        found = vocabulary.matcher(grammar.of_choice([f"<tool_call>{text}"])).forced()
+        assert found[0] == number if not special else number not in found
+        ids = own.encode(text, add_special_tokens=False).ids
+        assert special or found[1:] in (ids, [*ids, END])
+    free = vocabulary.matcher(grammar.of_lark("start: /(.|\\n)*/"))
+    assert free.allowed()[number] == (not special)
 
 
 def test_the_engine_is_named_without_being_imported() -> None:

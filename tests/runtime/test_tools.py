@@ -254,7 +254,7 @@ def test_calls_in_python_are_read_and_what_is_none_is_text(text: str, expected: 
 def walk(text: TextCodec, grammar: str, seed: int, most: int = 200) -> str | None:
     """A reply of random allowed tokens, which closes what it has opened; None if it did not end."""
     chosen, said = random.Random(seed), list[int]()
-    matcher = GrammarVocabulary.of(text.content, text.facts).matcher(grammar)
+    matcher = GrammarVocabulary.of(text.table, text.facts).matcher(grammar)
     closing = [text.encode(one, special=False)[0] for one in ('"', "}", "]", "<", "</", '"}', ">")]
     (end,) = text.facts.end
     while len(said) < most:
@@ -308,7 +308,7 @@ def test_the_grammar_allows_what_the_template_writes(
     assert support.family is not None
     use = ToolUse(TOOLS, TOOLS, required=required)
     constraint = constraint_of(use, support, text, thinking=False)
-    vocabulary = GrammarVocabulary.of(text.content, text.facts)
+    vocabulary = GrammarVocabulary.of(text.table, text.facts)
     several = support.family.parallel
     for thoughts in ("", "hmm") if support.thoughts is not None else ("",):
         reply = written(family, message("Rome", several=several, thoughts=thoughts))
@@ -344,7 +344,7 @@ def test_optional_arguments_are_written_in_any_number_once_each() -> None:
     types = {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"enum": [1]}}
     one = (tool({"type": "object", "properties": types}, strict=False),)
     constraint = constraint_of(ToolUse(one, one, True, False), support, text, thinking=False)
-    vocabulary, found = GrammarVocabulary.of(text.content, text.facts), list[str]()
+    vocabulary, found = GrammarVocabulary.of(text.table, text.facts), list[str]()
     for some in itertools.product(("a=true", ""), ("b=null", ""), ("c=1", "")):
         found.append(", ".join(filter(None, some)))
         call = f"<function_calls>odd({found[-1]})</function_calls>"
@@ -393,7 +393,7 @@ def test_the_grammar_of_an_answer_begins_after_thoughts(thinking: bool, tools: A
         grammar=of_schema({"enum": ["yes", "no"]}), engine=grammar_engine(), kind="json"
     )
     made = constraint_of(use, support_of(text), text, thinking=thinking, answer=answer)
-    vocabulary = GrammarVocabulary.of(text.content, text.facts)
+    vocabulary = GrammarVocabulary.of(text.table, text.facts)
 
     def allows(reply: str) -> bool:
         matcher = vocabulary.matcher(made.grammar)
