@@ -52,12 +52,15 @@ VALUES = frozenset(("const", "enum", "default", "examples"))
 """Keywords whose values are JSON texts, not schemas."""
 NONE = 1 << 32  # above every id
 SPACED_WORDS = r"\s{0,64}\S{1,64}|\s{1,64}"
-BYTE_LEVEL_WORDS = (
-    r"(?:[^\r\n\w]|_)?[^\W\d_]{1,64}| ?\d{1,3}| ?(?:[^\s\w]|_){1,64}[\r\n]{0,64}"
-    r"|\s{0,64}[\r\n]|\s{1,64}(?!\S)|\s"
+GPT_2_WORDS = (
+    r"'(?:[stmd]|re|ve|ll)| ?[^\W\d_]{1,64}| ?\d{1,3}| ?(?:[^\s\w]|_){1,64}|\s{1,64}(?!\S)|\s"
 )
-"""Words that no token goes beyond, of at most 64 characters: as SentencePiece cuts a text, and as
-the expression of GPT-4 does, of which those of other models are variations."""
+GPT_4_WORDS = (
+    r"(?:[^\r\n\w]|_)?[^\W\d_]{1,64}|\d{1,3}| ?(?:[^\s\w]|_){1,64}[\r\n]{0,64}"
+    r"|\s{0,64}[\r\n]{1,64}|\s{1,64}(?!\S)|\s"
+)
+"""Words that no token goes beyond, of about 64 characters at most: as SentencePiece cuts a text,
+and as the expressions of GPT-2 and GPT-4 do, of which those of other models are variations."""
 Allowed = NDArray[np.bool_]
 
 
@@ -325,7 +328,9 @@ class _Encoder:
         tokens.update((one, b"") for one in spare if letters[one] in usual)
         self.eos_token_id, self.special_token_ids = end, [one for one in special if one < size]
         self.tokens = [tokens.get(one, b"") for one in range(size)]
-        words = BYTE_LEVEL_WORDS if "ByteLevel" in str(table.decoder) else SPACED_WORDS
+        words = SPACED_WORDS
+        if "ByteLevel" in str(table.decoder):
+            words = GPT_2_WORDS if b"\n " in tokens.values() else GPT_4_WORDS
         self._added = table.added
         added = map(re.escape, sorted(self._added, key=len)[::-1])
         self._parts = re.compile("|".join([*added, words]))
