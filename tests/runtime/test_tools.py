@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers.utils.chat_parsing import parse_response
 
 from dovetail.launch.settings.models import TARGET_FOLDER
@@ -35,11 +35,14 @@ TEXTS = st.text(st.sampled_from("ab \n<>{}[]\"'\\é|/_:,"), max_size=12)
 
 
 @cache
-def codec(family: str, *, special: bool = True) -> TextCodec:
-    """The embedded vocabulary with a family's template; `special`: its markers are tokens."""
+def codec(family: str, *, special: bool | None = True) -> TextCodec:
+    """The embedded vocabulary with a family's template; `special`: its markers are special tokens.
+    None: they are tokens of a text, as in Qwen 3 and DeepSeek V3."""
     tokenizer = Tokenizer.from_file(str(TARGET_FOLDER / "tokenizer.json"))
-    special = special and family != "llama"  # whose vocabulary has none of them
-    tokenizer.add_special_tokens([*MARKERS] if special else [])
+    special = family != "llama" and special  # whose vocabulary has none of them
+    if special is not False:
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add([AddedToken(marker, normalized=False) for marker in MARKERS])
     end = "<|call|>" if special and family == "harmony" else "<|begin|>"
     facts = VocabularyFacts(
         digest="",
@@ -102,9 +105,9 @@ def message(place: str, *, several: bool, thoughts: str = "", content: str = "")
     return {**told, "reasoning_content": thoughts} if thoughts else told
 
 
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("special", [True, None, False])
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_a_family_is_found_by_a_round_trip_of_a_call(family: str, special: bool) -> None:
+def test_a_family_is_found_by_a_round_trip_of_a_call(family: str, special: bool | None) -> None:
     support = support_of(codec(family, special=special))
     assert support.family is not None, support.why_no_tools
     assert support.family.name == family
@@ -270,9 +273,11 @@ def walk(text: TextCodec, grammar: str, seed: int, most: int = 200) -> str | Non
     return None
 
 
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("special", [True, None, False])
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_whatever_the_grammar_allows_is_read_as_a_valid_call(family: str, special: bool) -> None:
+def test_whatever_the_grammar_allows_is_read_as_a_valid_call(
+    family: str, special: bool | None
+) -> None:
     text = codec(family, special=special)
     support, ended = support_of(text), 0
     assert support.family is not None
@@ -297,11 +302,11 @@ def test_whatever_the_grammar_allows_is_read_as_a_valid_call(family: str, specia
     assert ended
 
 
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("special", [True, None, False])
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("required", [True, False])
 def test_the_grammar_allows_what_the_template_writes(
-    family: str, special: bool, required: bool
+    family: str, special: bool | None, required: bool
 ) -> None:
     text = codec(family, special=special)
     support = support_of(text)

@@ -397,7 +397,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     spans = Spans()
     contrast = head.spec.contrast and settings.contrast is not False
     engine = (
-        BlockDrafter(head, spans)
+        BlockDrafter(head, spans, merges=settings.merge_lookup)
         if head.spec.block
         else HeadDrafter(
             *(head, spans),
