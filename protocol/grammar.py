@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.messages import MAX_GRAMMAR, Constraint, ThoughtBudget, VocabularyFacts
+from dovetail.protocol.schemas import expressed
 from dovetail.protocol.vocabulary import TokenTable
 
 WHITESPACE = " |\n {0,16}"
@@ -50,6 +51,8 @@ LIMITS = llguidance.LLParserLimits(
 SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 VALUES = frozenset(("const", "enum", "default", "examples"))
 """Keywords whose values are JSON texts, not schemas."""
+NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+"""Keywords whose values are schemas by name."""
 NONE = 1 << 32  # above every id
 SPACED_WORDS = r"\s{0,64}\S{1,64}|\s{1,64}"
 GPT_2_WORDS = (
@@ -152,13 +155,18 @@ def check_size(schema: Any) -> None:
 
 
 def _read(schema: Any, strict: bool) -> Any:
-    """Return a schema without OpenAPI's `nullable`, which the library ignores, and without patterns
-    that it cannot follow unless `strict`."""
+    """Return a schema without keywords that the library ignores but that can be expressed, such as
+    OpenAPI's `nullable`, and without patterns that it cannot follow unless `strict`."""
     if isinstance(schema, list):
         return [_read(one, strict) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: one if name in VALUES else _read(one, strict) for name, one in schema.items()}
+    found = {}
+    for name, one in schema.items():
+        by_name = name in NAMED and isinstance(one, dict)
+        parts = {own: _read(part, strict) for own, part in one.items()} if by_name else one
+        found[name] = parts if by_name or name in VALUES else _read(one, strict)
+    found = expressed(found)
     if not strict:
         if isinstance(pattern := found.get("pattern"), str) and _unreadable(pattern):
             del found["pattern"]

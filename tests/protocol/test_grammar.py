@@ -2,6 +2,7 @@
 hostile ones cost little."""
 
 import codecs
+import itertools
 import json
 import random
 import resource
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 import jsonschema
 import pytest
@@ -25,9 +27,10 @@ from dovetail.protocol.messages import (
     VocabularyFacts,
     grammar_engine,
 )
+from dovetail.protocol.schemas import TYPES
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.text.tokenizer import TextCodec
-from support.schemas import HOSTILE, REFUSED, RELAXED, VALID, thing
+from support.schemas import EXPRESSED, HOSTILE, REFUSED, RELAXED, VALID, thing
 
 TOKENIZER = (DEMO_FOLDER / "target" / "tokenizer.json").read_bytes()
 TEXT = Tokenizer.from_buffer(TOKENIZER)
@@ -202,6 +205,61 @@ def test_a_keyword_of_the_wrong_type_is_refused(
 ) -> None:
     with pytest.raises(RequestError):
         vocabulary.matcher(grammar.of_schema(schema))
+
+
+@pytest.mark.parametrize("name", EXPRESSED)
+def test_keywords_that_the_library_lacks_have_their_meaning(
+    vocabulary: GrammarVocabulary, name: str
+) -> None:
+    schema, found = EXPRESSED[name], set()
+    old = "dependencies" in schema
+    reader = (jsonschema.Draft7Validator if old else jsonschema.Draft202012Validator)(schema)
+    text = grammar.of_schema(schema, strict=True)
+    fields: dict[str, list[object]] = {"a": ["x", "y", 1], "b": [0, 1, 2], "c": [1]}
+    if "list" in str(schema):
+        values = [[*one] for n in range(5) for one in itertools.product(range(3), repeat=n)]
+        fields = {"list": values}
+    elif "like" in name:
+        fields = {"not": [0, 2], "if": ["x", 0], "b": [1]}
+    for values in itertools.product(*([None, *some] for some in fields.values())):
+        document = {key: one for key, one in zip(fields, values, strict=True) if one is not None}
+        matcher = vocabulary.matcher(text)
+        try:
+            matcher.consume(TEXT.encode(json.dumps(document), add_special_tokens=False).ids)
+            complete = matcher.complete
+        except RequestError:
+            complete = False
+        assert complete is reader.is_valid(document), document
+        found.add(complete)
+    assert found == {True, False}
+
+
+def test_keywords_with_values_of_any_kind_are_read_or_refused() -> None:
+    chance = random.Random(1)
+    words = [
+        *"abc",
+        *TYPES,
+        "if",
+        "then",
+        "else",
+        "propertyNames",
+        "not",
+        "uniqueItems",
+        "contains",
+    ]
+    words += ["items", "type", "const", "minimum", "maximum", "pattern", "additionalProperties"]
+
+    def anything(depth: int) -> Any:
+        plain = [None, True, -1, 3, 10**9, 1e300, "object", "(", "^[ab]$"]
+        kind = chance.randrange(5) if depth else 0
+        if kind < 2:
+            return chance.choice(plain)
+        inner = [anything(depth - 1) for _ in range(chance.randrange(4))]
+        return inner if kind == 2 else {chance.choice(words): one for one in inner}
+
+    for _ in range(2000):
+        with suppress(RequestError):
+            grammar.of_schema({chance.choice(words): anything(4), "type": "object"})
 
 
 def test_the_schema_true_allows_any_json(vocabulary: GrammarVocabulary) -> None:
