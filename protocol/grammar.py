@@ -327,14 +327,16 @@ class _Encoder:
 
     bos_token_id = None
 
-    def __init__(self, table: TokenTable, size: int, end: int) -> None:
+    def __init__(self, table: TokenTable, size: int, ends: Sequence[int]) -> None:
+        """`ends`: the ids that end a reply, which are no text whatever the tokenizer states."""
         special = {index: name.encode() for name, index in table.special.items()}
-        tokens = {**special, **table.pieces()}
+        special |= {end: (table.spelling(end) or "").encode() for end in ends}
+        tokens = {**table.pieces(), **special}
         letters = {one: text for one, text in tokens.items() if len(text) == 1}
         spare = {one for one in letters if len(table.spelling(one) or "") > 1}  # of single bytes
         usual = {letters[one] for one in letters.keys() - spare}
         tokens.update((one, b"") for one in spare if letters[one] in usual)
-        self.eos_token_id, self.special_token_ids = end, [one for one in special if one < size]
+        self.eos_token_id, self.special_token_ids = ends[0], [one for one in special if one < size]
         self.tokens = [tokens.get(one, b"") for one in range(size)]
         words = SPACED_WORDS
         if "ByteLevel" in str(table.decoder):
@@ -381,7 +383,7 @@ class GrammarVocabulary:
         if not self.ends.any():
             raise refused("the model has no token that ends a reply, which grammars need")
         try:
-            self._encoder = _Encoder(table, size, int(self.ends.argmax()))
+            self._encoder = _Encoder(table, size, self.ends.nonzero()[0].tolist())
             wrapper = llguidance.TokenizerWrapper(self._encoder)
             self._tokens = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=[*end])
         except (ValueError, CheckpointError) as error:

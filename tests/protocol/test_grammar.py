@@ -382,6 +382,10 @@ def test_forced_text_has_the_tokens_of_the_tokenizer(special: bool) -> None:
         assert special or found[1:] in (ids, [*ids, END])
     free = vocabulary.matcher(grammar.of_lark("start: /(.|\\n)*/"))
     assert free.allowed()[number] == (not special)
+    ending = GrammarVocabulary(table, SIZE + 1, [END, number])
+    quoted = ending.matcher(grammar.of_lark('start: "x" /(.|\\n)*/ "x"'))
+    quoted.consume(own.encode("x", add_special_tokens=False).ids)
+    assert not quoted.allowed()[[END, number]].any()
 
 
 def test_the_engine_is_named_without_being_imported() -> None:
