@@ -36,6 +36,7 @@ MAX_DEPTH = 64  # nesting of a schema
 MAX_PARTS = 10_000  # properties and enum values of a schema
 MAX_PATTERNS = 100  # different patterns of a schema
 MAX_CHOICES = 1000
+MAX_TAGS = 64  # structures of a structural tag
 MAX_BYTES = 4  # of a character in UTF-8
 KEPT = 64  # compiled grammars that are kept
 LIMITS = llguidance.LLParserLimits(
@@ -121,6 +122,36 @@ def of_gbnf(text: str) -> str:
 def of_lark(text: str) -> str:
     """Return the grammar of llguidance's Lark."""
     return str(llguidance.LLMatcher.grammar_from_lark(text))
+
+
+def literal(text: str) -> str:
+    """Return a pattern for a text, for between Lark's slashes."""
+    return re.sub(r"[^A-Za-z0-9 ]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
+
+
+def of_tags(tags: Sequence[tuple[str, Any, str]], triggers: Sequence[str]) -> str:
+    """Return the grammar of free text in which each trigger is the beginning of a tag: its opening,
+    JSON that follows its schema, its end. `tags`: of (opening, schema, end). Raises `RequestError`
+    of code "constraint" for an opening that has no trigger, and for too many."""
+    if not 0 < len(tags) <= MAX_TAGS or not triggers:
+        raise refused(f"give 1 to {MAX_TAGS} structures, not {len(tags)}, and their triggers")
+    firsts = [
+        one for one in dict.fromkeys(triggers) if not any(o in one for o in {*triggers} - {one})
+    ]
+    rules, parts = [], []
+    for number, trigger in enumerate(firsts):
+        others = "|".join(literal(one) for one in firsts if one != trigger)
+        apart = rf" & ~/(.|\n)*({others})(.|\n)*/" if others else ""
+        rules.append(rf"until_{number}[lazy]: /(.|\n)*{literal(trigger)}/{apart}")
+    for opening, schema, end in tags:
+        own = [one for one in firsts if opening.startswith(one)]
+        if not own:
+            raise refused(f"no trigger is the beginning of {json.dumps(opening)[:80]}")
+        rest = opening.removeprefix(own[0])
+        before, after = (json.dumps(one, ensure_ascii=False) for one in (rest, end))
+        parts.append(f"until_{firsts.index(own[0])} {before} %json {json_part(schema)} {after}")
+    text = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*({'|'.join(map(literal, firsts))})(.|\n)*/"
+    return of_lark("\n".join([f"start: ({' | '.join(parts)})* TEXT", text, *rules]))
 
 
 def relaxed(schema: Any) -> list[str]:

@@ -335,6 +335,24 @@ def test_after_its_end_a_reply_may_only_end(vocabulary: GrammarVocabulary) -> No
     assert not several.matcher(grammar.of_regex("(?s:.)+")).allowed()[SIZE:].any()
 
 
+def test_a_structural_tag_binds_what_its_triggers_begin(vocabulary: GrammarVocabulary) -> None:
+    tags = [("<a=x>", {"enum": [1, 23]}, "</a>"), ("<b>", {"type": "null"}, ""), ("<a=", True, "!")]
+    text = grammar.of_tags(tags, ["<a=", "<b", "<b>", "<a=x"])
+    right = ("", "hello <a", "a <a=x>23</a> b", "<b>null<a=x>1</a>\n", '<a={"c": 1}!', "a<b>null")
+    wrong = ("<a=q", "<a=x>23", "<b>1", "x <a=x>12</a>", "<b", "<b>null<b>", "a<b x")
+    for reply in (*right, *wrong):
+        matcher = vocabulary.matcher(text)
+        try:
+            matcher.consume(TEXT.encode(reply, add_special_tokens=False).ids)
+        except RequestError:
+            assert reply in wrong
+        else:
+            assert matcher.complete is (reply in right), reply
+    for given in ((tags, []), ([], ["<"]), (tags, ["<a"])):
+        with pytest.raises(RequestError):
+            grammar.of_tags(*given)
+
+
 def test_wrong_grammars_are_refused_in_a_line(vocabulary: GrammarVocabulary) -> None:
     for text in ("", "x", "root := a", "root ::= (", "::=", 'start: "a'):
         with pytest.raises(RequestError) as refused:
