@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from dovetail.launch.chat.answering import PLAIN, Answer, Manner, Paint, Show, spoken
 from dovetail.launch.processes.connection import ON_ITS_MACHINE
-from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.protocol.errors import DovetailError, RequestError, UserError, printable
 from dovetail.protocol.files import read_text
 from dovetail.protocol.messages import Result
@@ -36,12 +36,15 @@ MOST_BYTES = 64 << 20
 """The most bytes read of a stream, or of a line of it: more than any reply has."""
 
 
-def check_flags(configuration: Configuration, otherwise: str = ON_ITS_MACHINE) -> None:
-    """`UserError` for a setting that only the server can decide, except `draft.kind = none`, which
-    a request can have. `otherwise`: the remedy."""
+def check_flags(
+    configuration: Configuration, otherwise: str = ON_ITS_MACHINE, *, asked: Sequence[str] = ()
+) -> None:
+    """`UserError` for a setting that only the server can decide, except those `asked` and
+    `draft.kind = none`, which a request can have. `otherwise`: the remedy."""
     for name, origin in configuration.origins.items():
         section, _, field = name.partition(".")
-        wish = name == "draft.kind" and configuration.value(name) == "none"
+        none = name == "draft.kind" and configuration.value(name) == "none"
+        wish = none or name in asked
         theirs = section in SECTIONS or (section == "sampling" and field in SERVERS)
         if origin.startswith("--") and theirs and not wish:
             raise UserError(f"the server decides --{name}: leave it out, or {otherwise}")
@@ -132,20 +135,27 @@ class WebServer:
 class WebAnswerer:
     """Gets replies from a server; queries at once which model it serves."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, model: str = "") -> None:
+        """`model`: one of the server's; empty: the first that is loaded."""
         self._site = WebServer(url, key)
         self.plain = False  # whether it continues plain text, without a chat template
         models = self._site.get("/v1/models").get("data") or [{}]
-        self._model = str(models[0].get("id", ""))
-        held = models[0].get("sampling")
+        if model:
+            chosen = next((one for one in models if one.get("id") == model), {"id": model})
+        else:
+            chosen = next((one for one in models if _is_loaded(one)), models[0])
+        self._model, self._loaded = str(chosen.get("id", "")), _is_loaded(chosen)
+        held = chosen.get("sampling")
         self._defaults: Mapping[str, Any] = held if isinstance(held, dict) else {}
 
     def models(self) -> str:
         return f"{printable(self._model)} at {self._site.url}"
 
     def no_chats(self) -> str:
-        asked = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
-        with self._site.opened("POST", "/tokenize", asked) as response:
+        if not self._loaded:  # the answer would come after the model is loaded
+            return ""
+        asked = {"model": self._model, "messages": [{"role": "user", "content": "hello"}]}
+        with self._site.opened("POST", "/tokenize", json.dumps(asked).encode()) as response:
             said = _object(response.read()) if response.status == 400 else {}
         why = str(_failure(400, said)) if said else ""
         self.plain = why.startswith(NO_TEMPLATE)
@@ -203,6 +213,21 @@ class WebAnswerer:
                     raise _failure(500, event)
                 yield event
         raise DovetailError(f"the server at {self._site.url} closed the connection within a reply")
+
+
+def answerer_at(url: str, configuration: Configuration) -> WebAnswerer:
+    """Return a client of the server at `url`; a model on the command line is one of the server's.
+    `UserError` for other settings that the server decides."""
+    check_flags(configuration, asked=("target.model",))
+    named = configuration.origins["target.model"].startswith(("--", POSITIONAL))
+    model = configuration.settings.target.model if named else ""
+    return WebAnswerer(url, api_key(configuration), model)
+
+
+def _is_loaded(model: Mapping[str, Any]) -> bool:
+    """Whether a model of /v1/models is loaded; a server of one model has no `status`."""
+    status = model.get("status")
+    return not isinstance(status, dict) or status.get("value") == "loaded"
 
 
 class EndlessError(DovetailError):

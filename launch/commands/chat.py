@@ -23,7 +23,7 @@ from dovetail.launch.chat.answering import (
     parse,
     template_option,
 )
-from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
+from dovetail.launch.chat.web import WebAnswerer, answerer_at, said_to_server
 from dovetail.launch.console.help import HelpCommand, connect_option, json_option
 from dovetail.launch.console.terminal import failure_told, note, print_table, unwound_by_signals
 from dovetail.launch.decoding.single import check_stops
@@ -77,10 +77,10 @@ def command(
 ) -> None:
     """Chat with the model, turn by turn; /help lists the commands.
 
-    MODEL is the target, as for `dovetail serve`. Text that the draft proposed is in colour. Ctrl-C
-    interrupts a reply, Ctrl-D ends. Standard input that is not a terminal is read line by line. The
-    API key for a server over HTTP is the first in the file --http.api_key_file, else
-    $DOVETAIL_API_KEY.
+    MODEL is the target, as for `dovetail serve`; with --connect URL it is one of that server's
+    models. Text that the draft proposed is in colour. Ctrl-C interrupts a reply, Ctrl-D ends.
+    Standard input that is not a terminal is read line by line. The API key for a server over HTTP
+    is the first in the file --http.api_key_file, else $DOVETAIL_API_KEY.
     """
     check_stops(stop)
     with unwound_by_signals(), _answerer(configuration, connect) as (answerer, configuration):
@@ -112,8 +112,7 @@ def _answerer(
     configuration: Configuration, connect: str | None
 ) -> Iterator[tuple[Answerer, Configuration]]:
     if connect is not None and speaks_http(connect):
-        check_flags(configuration)
-        yield WebAnswerer(connect, api_key(configuration)), configuration
+        yield answerer_at(connect, configuration), configuration
         return
     with connected_by_target(configuration, connect) as (connection, configuration):
         yield CoordinatorAnswerer(connection), configuration

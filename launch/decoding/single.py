@@ -16,7 +16,7 @@ import click
 from pydantic import ValidationError
 
 from dovetail.launch.chat.answering import PLAIN, Manner, Templated, templated
-from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
+from dovetail.launch.chat.web import answerer_at, said_to_server
 from dovetail.launch.console.terminal import (
     counted,
     failure_told,
@@ -214,7 +214,7 @@ def break_off(shown: str, seed: int | None) -> None:
 
 def decode_over_http(wish: RequestSettings, url: str, text: str, *, as_json: bool) -> None:
     """Decode one prompt with a server, streamed to stdout unless the whole result is requested."""
-    check_flags(wish.configuration)
+    server = answerer_at(url, wish.configuration)
     settings = wish.configuration.settings
     manner = Manner(
         settings.sampling,
@@ -226,7 +226,6 @@ def decode_over_http(wish: RequestSettings, url: str, text: str, *, as_json: boo
         template=wish.values,
         said=said_to_server(wish.configuration),
     )
-    server = WebAnswerer(url, api_key(wish.configuration))
     if held := server.defaults(manner):
         note(held)
     server.plain = wish.raw

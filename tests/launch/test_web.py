@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.chat.answering import PLAIN, Answer, Manner
-from dovetail.launch.chat.web import WebAnswerer, WebServer, api_key, check_flags
+from dovetail.launch.chat.web import WebAnswerer, WebServer, answerer_at, api_key, check_flags
 from dovetail.launch.commands.chat import Chat
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import DovetailError, UserError
@@ -43,6 +43,23 @@ def test_a_server_without_a_chat_template_continues_the_text_in_chat_and_in_gene
     path, _, body = server.asked[1]
     assert (path, body["prompt"]) == ("/v1/completions", "Hello.\nHi\nAnd?")
     assert not {"messages", "max_completion_tokens"}.intersection(body)
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "asks"), [({}, "b", 1), ({"target.model": "a"}, "a", 0)]
+)
+def test_of_several_models_the_named_one_replies_or_else_the_loaded_one(
+    flags: dict[str, str], model: str, asks: int
+) -> None:
+    with scripted(200, b"{}", (200, chunk("Hi") + DONE)) as server:
+        server.states = {"a": "unloaded", "b": "loaded"}
+        server.replies = server.replies[1 - asks :]
+        answerer = answerer_at(server.url, configure(flags=flags, environment={}))
+        assert answerer.no_chats() == ""
+        assert answerer.answer(("Hello.",), MANNER, lambda *_: None).text == "Hi"
+    paths = [path for path, _, _ in server.asked]
+    assert paths == [*["/tokenize"][:asks], "/v1/chat/completions"]
+    assert {body["model"] for _, _, body in server.asked} == {model}
 
 
 def test_a_reply_is_shown_as_it_comes_with_its_colours_and_its_figures() -> None:

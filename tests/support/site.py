@@ -20,6 +20,7 @@ class Script(HTTPServer):
         self.asked: list[tuple[str, str, Any]] = []
         self.kind = "application/json"  # the content type of its replies
         self.sampling: dict[str, Any] | None = None
+        self.states: dict[str, str] = {}  # of several models, by name
 
     @property
     def url(self) -> str:
@@ -30,8 +31,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: Script
 
     def do_GET(self) -> None:
-        model = {"id": "tiny", "sampling": self.server.sampling}
-        self._say(200, json.dumps({"data": [model]}).encode())
+        states = self.server.states.items()
+        several = [{"id": name, "status": {"value": state}} for name, state in states]
+        models = several or [{"id": "tiny", "sampling": self.server.sampling}]
+        self._say(200, json.dumps({"data": models}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
