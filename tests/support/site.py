@@ -32,7 +32,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         states = self.server.states.items()
-        several = [{"id": name, "status": {"value": state}} for name, state in states]
+        several: list[Any] = [{"id": name, "status": {"value": state}} for name, state in states]
         models = several or [{"id": "tiny", "sampling": self.server.sampling}]
         self._say(200, json.dumps({"data": models}).encode())
 
