@@ -12,8 +12,10 @@ import codecs
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import llguidance
@@ -21,8 +23,10 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from dovetail.protocol.errors import RequestError
+from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.messages import MAX_GRAMMAR, Constraint, ThoughtBudget, VocabularyFacts
+from dovetail.protocol.schemas import expressed
+from dovetail.protocol.vocabulary import TokenTable
 
 WHITESPACE = " |\n {0,16}"
 """The whitespace at each place of a JSON text: a space, or a new line with an indentation. Without
@@ -32,6 +36,7 @@ MAX_DEPTH = 64  # nesting of a schema
 MAX_PARTS = 10_000  # properties and enum values of a schema
 MAX_PATTERNS = 100  # different patterns of a schema
 MAX_CHOICES = 1000
+MAX_TAGS = 64  # structures of a structural tag
 MAX_BYTES = 4  # of a character in UTF-8
 KEPT = 64  # compiled grammars that are kept
 LIMITS = llguidance.LLParserLimits(
@@ -47,6 +52,19 @@ LIMITS = llguidance.LLParserLimits(
 SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 VALUES = frozenset(("const", "enum", "default", "examples"))
 """Keywords whose values are JSON texts, not schemas."""
+NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+"""Keywords whose values are schemas by name."""
+NONE = 1 << 32  # above every id
+SPACED_WORDS = r"\s{0,64}\S{1,64}|\s{1,64}"
+GPT_2_WORDS = (
+    r"'(?:[stmd]|re|ve|ll)| ?[^\W\d_]{1,64}| ?\d{1,3}| ?(?:[^\s\w]|_){1,64}|\s{1,64}(?!\S)|\s"
+)
+GPT_4_WORDS = (
+    r"(?:[^\r\n\w]|_)?[^\W\d_]{1,64}|\d{1,3}| ?(?:[^\s\w]|_){1,64}[\r\n]{0,64}"
+    r"|\s{0,64}[\r\n]{1,64}|\s{1,64}(?!\S)|\s"
+)
+"""Words that no token goes beyond, of about 64 characters at most: as SentencePiece cuts a text,
+and as the expressions of GPT-2 and GPT-4 do, of which those of other models are variations."""
 Allowed = NDArray[np.bool_]
 
 
@@ -106,6 +124,36 @@ def of_lark(text: str) -> str:
     return str(llguidance.LLMatcher.grammar_from_lark(text))
 
 
+def literal(text: str) -> str:
+    """Return a pattern for a text, for between Lark's slashes."""
+    return re.sub(r"[^A-Za-z0-9 ]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
+
+
+def of_tags(tags: Sequence[tuple[str, Any, str]], triggers: Sequence[str]) -> str:
+    """Return the grammar of free text in which each trigger is the beginning of a tag: its opening,
+    JSON that follows its schema, its end. `tags`: of (opening, schema, end). Raises `RequestError`
+    of code "constraint" for an opening that has no trigger, and for too many."""
+    if not 0 < len(tags) <= MAX_TAGS or not triggers:
+        raise refused(f"give 1 to {MAX_TAGS} structures, not {len(tags)}, and their triggers")
+    firsts = [
+        one for one in dict.fromkeys(triggers) if not any(o in one for o in {*triggers} - {one})
+    ]
+    rules, parts = [], []
+    for number, trigger in enumerate(firsts):
+        others = "|".join(literal(one) for one in firsts if one != trigger)
+        apart = rf" & ~/(.|\n)*({others})(.|\n)*/" if others else ""
+        rules.append(rf"until_{number}[lazy]: /(.|\n)*{literal(trigger)}/{apart}")
+    for opening, schema, end in tags:
+        own = [one for one in firsts if opening.startswith(one)]
+        if not own:
+            raise refused(f"no trigger is the beginning of {json.dumps(opening)[:80]}")
+        rest = opening.removeprefix(own[0])
+        before, after = (json.dumps(one, ensure_ascii=False) for one in (rest, end))
+        parts.append(f"until_{firsts.index(own[0])} {before} %json {json_part(schema)} {after}")
+    text = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*({'|'.join(map(literal, firsts))})(.|\n)*/"
+    return of_lark("\n".join([f"start: ({' | '.join(parts)})* TEXT", text, *rules]))
+
+
 def relaxed(schema: Any) -> list[str]:
     """Return the patterns of a schema that cannot be followed, and are dropped unless it is
     strict."""
@@ -138,13 +186,18 @@ def check_size(schema: Any) -> None:
 
 
 def _read(schema: Any, strict: bool) -> Any:
-    """Return a schema without OpenAPI's `nullable`, which the library ignores, and without patterns
-    that it cannot follow unless `strict`."""
+    """Return a schema without keywords that the library ignores but that can be expressed, such as
+    OpenAPI's `nullable`, and without patterns that it cannot follow unless `strict`."""
     if isinstance(schema, list):
         return [_read(one, strict) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: one if name in VALUES else _read(one, strict) for name, one in schema.items()}
+    found = {}
+    for name, one in schema.items():
+        by_name = name in NAMED and isinstance(one, dict)
+        parts = {own: _read(part, strict) for own, part in one.items()} if by_name else one
+        found[name] = parts if by_name or name in VALUES else _read(one, strict)
+    found = expressed(found)
     if not strict:
         if isinstance(pattern := found.get("pattern"), str) and _unreadable(pattern):
             del found["pattern"]
@@ -187,10 +240,12 @@ def _unreadable(pattern: str) -> bool:
 class Budget:
     """What is left of a thought's budget after some tokens of a reply."""
 
-    def __init__(self, own: ThoughtBudget, tokens: llguidance.LLTokenizer) -> None:
-        self._tokens, self._left = tokens, own.tokens
+    def __init__(
+        self, own: ThoughtBudget, tokens: llguidance.LLTokenizer, ending: Sequence[int]
+    ) -> None:
+        """`ending`: the tokens of what ends a thought."""
+        self._tokens, self._left, self._ending = tokens, own.tokens, tuple(ending)
         self._open, self._close = own.open.encode(), own.close.encode()
-        self._ending = tuple(tokens.tokenize_str(own.close))
         self._within, self._over = own.begun, False
         self._written = 0  # how many tokens of the ending were forced
         self._read = b""  # the end of what has been read
@@ -296,13 +351,62 @@ class Matcher:
         return self._budget.forced if self._budget is not None else ()
 
 
-class GrammarVocabulary:
-    """The tokens of a model, for which grammars are compiled."""
+class _Encoder:
+    """Encodes forced text for llguidance's `TokenizerWrapper`. It is a byte-pair encoding that
+    merges the pair whose token has the lowest id, since ids are in the order of merges. The result
+    is nearly always that of the model's own tokenizer, which takes 100 MB for 262,144 tokens."""
 
-    def __init__(self, tokenizer: bytes, size: int, end: Sequence[int]) -> None:
-        """`tokenizer`: the bytes of tokenizer.json. `size`: V; ids beyond the file are never
-        allowed. `end`: the ids that end a reply. Raises `RequestError` of code "constraint" for a
-        tokenizer that the library cannot read."""
+    bos_token_id = None
+
+    def __init__(self, table: TokenTable, size: int, ends: Sequence[int]) -> None:
+        """`ends`: the ids that end a reply, which are no text whatever the tokenizer states."""
+        special = {index: name.encode() for name, index in table.special.items()}
+        special |= {end: (table.spelling(end) or "").encode() for end in ends}
+        tokens = {**table.pieces(), **special}
+        letters = {one: text for one, text in tokens.items() if len(text) == 1}
+        spare = {one for one in letters if len(table.spelling(one) or "") > 1}  # of single bytes
+        usual = {letters[one] for one in letters.keys() - spare}
+        tokens.update((one, b"") for one in spare if letters[one] in usual)
+        self.eos_token_id, self.special_token_ids = ends[0], [one for one in special if one < size]
+        self.tokens = [tokens.get(one, b"") for one in range(size)]
+        words = SPACED_WORDS
+        if "ByteLevel" in str(table.decoder):
+            words = GPT_2_WORDS if b"\n " in tokens.values() else GPT_4_WORDS
+        self._added = table.added
+        added = map(re.escape, sorted(self._added, key=len)[::-1])
+        self._parts = re.compile("|".join([*added, words]))
+        self.longest: Callable[[str], list[int]] = lambda _: []  # the longest tokens of a text
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        if isinstance(text, bytes):
+            raise TypeError("it is called with strings")
+        return [one for part in self._parts.findall(text) for one in self._encode(part)]
+
+    def _encode(self, part: str) -> list[int]:
+        if part in self._added:
+            return [self._added[part]]
+        pieces = [*part]
+        merged = [self._merged(*pair) for pair in pairwise(pieces)]
+        while (lowest := min(merged, default=NONE)) != NONE:
+            place = merged.index(lowest)
+            pieces[place : place + 2] = ["".join(pieces[place : place + 2])]
+            around = pairwise(pieces[max(place - 1, 0) : place + 2])
+            merged[max(place - 1, 0) : place + 2] = [self._merged(*pair) for pair in around]
+        return [token for piece in pieces for token in self.longest(piece)]
+
+    def _merged(self, one: str, other: str) -> int:
+        """Return the token of two pieces."""
+        ids = self.longest(one + other)
+        return ids[0] if len(ids) == 1 else NONE
+
+
+class GrammarVocabulary:
+    """The tokens of a model, for which grammars are compiled: 100 MB for 262,144 tokens."""
+
+    def __init__(self, table: TokenTable, size: int, end: Sequence[int]) -> None:
+        """`size`: V; ids beyond the table are never allowed. `end`: the ids that end a reply.
+        Raises `RequestError` of code "constraint" for a vocabulary that the library cannot read."""
         self.size = size
         self.every = np.ones(size, np.bool_)
         self.ends = np.zeros(size, np.bool_)
@@ -310,16 +414,22 @@ class GrammarVocabulary:
         if not self.ends.any():
             raise refused("the model has no token that ends a reply, which grammars need")
         try:
-            text = tokenizer.decode("utf-8")
-            self._tokens = llguidance.LLTokenizer(text, n_vocab=size, eos_token=[*end])
-        except ValueError as error:
+            self._encoder = _Encoder(table, size, self.ends.nonzero()[0].tolist())
+            wrapper = llguidance.TokenizerWrapper(self._encoder)
+            self._tokens = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=[*end])
+        except (ValueError, CheckpointError) as error:
             raise refused(f"grammars cannot use the model's tokenizer: {error}") from None
+        self._encoder.tokens = wrapper.tokens = []  # 20 MB that have been read
+        own = weakref.proxy(self)  # the library keeps the encoder
+        self._encoder.longest = lambda text: own._tokens.greedy_tokenize(text)
+        self._special = table.special
         self._compiled = lru_cache(KEPT)(self._compile)
 
     @classmethod
-    def of(cls, tokenizer: bytes, facts: VocabularyFacts) -> "GrammarVocabulary":
-        """Return the vocabulary of a model, made once: it takes 0.6 s for 131,072 tokens."""
-        return _made(tokenizer, facts.size, facts.end)
+    def of(cls, table: TokenTable, facts: VocabularyFacts) -> "GrammarVocabulary":
+        """Return the vocabulary of a model, made once for a table: it takes a second for 131,072
+        tokens."""
+        return _made(table, facts.size, facts.end)
 
     def matcher(self, grammar: str) -> Matcher:
         """Return a matcher at the beginning of a grammar. Raises `RequestError` of code
@@ -330,7 +440,11 @@ class GrammarVocabulary:
         """Return a matcher at the beginning of a reply. Raises as `matcher` does."""
         own = self._compiled(constraint.grammar).deep_copy() if constraint.grammar else None
         thoughts = constraint.thoughts
-        return Matcher(own, self, None if thoughts is None else Budget(thoughts, self._tokens))
+        if thoughts is None:
+            return Matcher(own, self)
+        special = self._special.get(thoughts.close)
+        ending = self._encoder(thoughts.close) if special is None else [special]
+        return Matcher(own, self, Budget(thoughts, self._tokens, ending))
 
     def warnings(self, grammar: str) -> list[str]:
         """Return which parts of a grammar are ignored."""
@@ -351,6 +465,6 @@ class GrammarVocabulary:
         return own
 
 
-@lru_cache(4)
-def _made(tokenizer: bytes, size: int, end: tuple[int, ...]) -> GrammarVocabulary:
-    return GrammarVocabulary(tokenizer, size, end)
+@lru_cache(2)
+def _made(table: TokenTable, size: int, end: tuple[int, ...]) -> GrammarVocabulary:
+    return GrammarVocabulary(table, size, end)

@@ -48,8 +48,8 @@ class TokenTable:
     def __init__(
         self, about: Mapping[str, Any], ids: "array[int]", ends: "array[int]", spelt: bytes
     ) -> None:
-        """`about`: digest, special (ids) and decoder (as in tokenizer.json). `ids`: ascending.
-        `ends`: where each spelling ends in `spelt`, which is UTF-8."""
+        """`about`: digest, special and added (ids) and decoder (as in tokenizer.json). `ids`:
+        ascending. `ends`: where each spelling ends in `spelt`, which is UTF-8."""
         self._about, self._ids, self._ends, self._spelt = about, ids, ends, spelt
 
     @classmethod
@@ -64,15 +64,24 @@ class TokenTable:
 
     @classmethod
     def of(
-        cls, vocabulary: Mapping[int, str], special: Sequence[int] = (), decoder: Any = None
+        cls,
+        vocabulary: Mapping[int, str],
+        special: Sequence[int] = (),
+        added: Sequence[int] = (),
+        decoder: Any = None,
     ) -> "TokenTable":
-        """Return the table of these tokens."""
+        """Return the table of these tokens. `added`: those of a text that no merges lead to."""
         ids, ends, spelt = array("I", sorted(vocabulary)), array("I"), bytearray()
         for index in ids:
             spelt += vocabulary[index].encode("utf-8", "surrogatepass")
             ends.append(len(spelt))
         digest = vocabulary_digest(vocabulary)
-        about = {"digest": digest, "special": sorted(special), "decoder": decoder}
+        about = {
+            "digest": digest,
+            "special": sorted(special),
+            "added": sorted(added),
+            "decoder": decoder,
+        }
         return cls(about, ids, ends, bytes(spelt))
 
     @classmethod
@@ -88,8 +97,9 @@ class TokenTable:
             rest = bytes(content[start + 8 * tokens :])
             if len(rest) != spelt or len(ends) != tokens:
                 raise ValueError("its size disagrees with its header")
-            if not isinstance(about["digest"], str) or not {*about["special"]} <= {*ids}:
-                raise ValueError("it has no digest, or special tokens outside of its vocabulary")
+            named = {*about["special"], *about.get("added", ())}
+            if not isinstance(about["digest"], str) or not named <= {*ids}:
+                raise ValueError("it has no digest, or named tokens outside of its vocabulary")
             rest.decode("utf-8", "surrogatepass")
             within = any(rest[end] & 0xC0 == 0x80 for end in ends if end < spelt)
             ordered = all(map(lt, ids, ids[1:])) and all(map(le, ends, ends[1:]))
@@ -119,7 +129,15 @@ class TokenTable:
     @cached_property
     def special(self) -> Mapping[str, int]:
         """Return the special tokens, which are not part of a text, and their ids."""
-        ids = (int(index) for index in self._about["special"])
+        return self._named("special")
+
+    @cached_property
+    def added(self) -> Mapping[str, int]:
+        """Return the added tokens that are part of a text, such as `<tool_call>`, and their ids."""
+        return self._named("added")
+
+    def _named(self, which: str) -> Mapping[str, int]:
+        ids = (int(index) for index in self._about.get(which, ()))
         return {one: index for index in ids if (one := self.spelling(index)) is not None}
 
     @cached_property
@@ -224,10 +242,10 @@ def _no_vocabulary(error: Exception) -> CheckpointError:
     )
 
 
-def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int]]:
-    """Return the tokens by id, and the ids of the special ones. As in the tokenizers library, an
-    added token has the id of the model's token with its spelling, or the next free one, whatever
-    the file states."""
+def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int], list[int]]:
+    """Return the tokens by id, and the ids of special and of other added ones. As in the tokenizers
+    library, an added token has the id of the model's token with its spelling, or the next free one,
+    whatever the file states."""
     try:
         model = content["model"]["vocab"]
         named = (
@@ -236,8 +254,8 @@ def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int
         pairs = {index: token for token, index in named}
         ids = model if isinstance(model, dict) else {token: i for i, token in pairs.items()}
         added, places = content.get("added_tokens") or (), dict[str, int]()
-        special = {one["content"] for one in added if one.get("special")}
-        for token in filter(None, (one["content"] for one in added)):
+        special = {one["content"]: bool(one.get("special")) for one in added if one["content"]}
+        for token in special:
             if (index := ids.get(token)) is None:
                 index = places.setdefault(token, len(ids) + len(places))
             pairs[index] = token
@@ -247,7 +265,8 @@ def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int
         isinstance(i, int) and 0 <= i <= LARGEST_ID and isinstance(t, str) for i, t in pairs.items()
     ):
         raise CheckpointError("tokenizer.json maps tokens to something other than ids")
-    return pairs, [index for index, token in pairs.items() if token in special]
+    kinds = [(index, special[token]) for index, token in pairs.items() if token in special]
+    return pairs, [i for i, out in kinds if out], [i for i, out in kinds if not out]
 
 
 def vocabulary_digest(vocabulary: Mapping[int, str]) -> str:

@@ -21,7 +21,11 @@ TREES = {
     "tree": TreeSettings(policy="dynamic", insist=True, gamma=15, depth=4, width=6),
     "levels": TreeSettings(policy="beam", insist=True, gamma=9, depth=3, width=3),
 }
-PROMPTS: Sequence[tuple[int, ...]] = ((2, 3, 5, 7, 11), (13, 17, 19), (23, 29, 31, 37, 41, 43, 2))
+PROMPTS: Sequence[tuple[int, ...]] = (
+    (2, 3, 5, 7, 11),
+    (13, 17, 19, 21) * 4,
+    (23, 29, 31, 37, 41, 43, 2),
+)
 SAMPLINGS = {
     "greedy": Sampling(),
     "sampled": Sampling(temperature=1.0, top_p=0.95),

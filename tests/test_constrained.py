@@ -296,6 +296,27 @@ def test_each_api_s_name_for_a_text_of_a_few_gives_one(
     assert server.complete("Is it?", **fields)["choices"][0]["text"] in ("yes", "no")
 
 
+TAGS = {
+    "structures": [{"begin": " the (", "schema": {"enum": [1, 2]}, "end": ")"}],
+    "triggers": [" the"],
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"structural_tag": json.dumps(TAGS)}},
+        {"response_format": {"type": "structural_tag", **TAGS}},
+    ],
+)
+def test_a_structural_tag_binds_what_its_trigger_begins(
+    server: Api, fields: dict[str, object]
+) -> None:
+    text = server.complete("Who is Tom?", **fields, max_tokens=60)["choices"][0]["text"]
+    assert " the (" in text
+    assert all(part[:3] in ("(1)", "(2)") for part in text.split(" the ")[1:])
+
+
 @pytest.mark.parametrize("option", [{"disable_any_whitespace": True}, {"whitespace_pattern": ""}])
 def test_whitespace_can_be_excluded(server: Api, option: dict[str, object]) -> None:
     fields = {"json": PERSON, **option}
@@ -329,6 +350,16 @@ def test_a_reply_that_is_cut_off_stays_as_it_is(server: Api) -> None:
         ({"json_schema": {"type": "text"}}, "json_schema", "Invalid type"),
         ({"guided_choice": ["a"] * 1001}, "guided_choice", "1000"),
         ({"grammar": "root := a"}, "grammar", "GBNF"),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag",
+            "begin",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", **TAGS, "triggers": ["b"]}},
+            "response_format",
+            "no trigger",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_its_field(

@@ -263,7 +263,7 @@ def _in_turn(
     verifying: TargetWorker, engine: Engine[Any], identity: Identity, spans: Spans
 ) -> tuple[Worker, Worker]:
     turns, own = Turns(), verifying.model.checkpoint
-    engine.vocabulary = lambda: GrammarVocabulary.of(own.tokenizer, own.vocabulary)
+    engine.vocabulary = lambda: GrammarVocabulary.of(own.table, own.vocabulary)
     return InTurn(verifying, turns), InTurn(_Draft(engine, identity, spans), turns)
 
 

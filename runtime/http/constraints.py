@@ -27,7 +27,7 @@ ANY_OBJECT = {"type": "object"}
 class Wanted:
     """A grammar that a request has."""
 
-    kind: str  # json_object, json_schema, regex, choice or grammar
+    kind: str  # json_object, json_schema, regex, choice, grammar or structural_tag
     param: str  # the field that has it
     write: Callable[[], str]  # returns the grammar's text; raises `RequestError`
     schema: Any = None  # of which patterns may be left out
@@ -68,8 +68,7 @@ def compiled(one: Wanted, target: RequestTarget) -> Constraint:
 
 def vocabulary_of(target: RequestTarget) -> GrammarVocabulary:
     """Return the target's vocabulary for grammars. Raises `RequestError` if it has none."""
-    described = target.described
-    return GrammarVocabulary.of(described.tokenizer.data, described.vocabulary)
+    return GrammarVocabulary.of(target.text.table, target.described.vocabulary)
 
 
 class Compilers:
@@ -119,7 +118,9 @@ def _response_format(name: str, value: Mapping[str, Any], body: Decoding) -> Wan
             raise ApiError(400, text, param=name)
         strict, param = own.get("strict") is True, f"{name}.json_schema.schema"
         return _schema(param, own["schema"], body, strict=strict)
-    known = "text, json_object or json_schema"
+    if kind == "structural_tag":
+        return _tags(name, value, body)
+    known = "text, json_object, json_schema or structural_tag"
     raise ApiError(400, f"response_format.type is {known}, not {json.dumps(kind)[:40]}", param=name)
 
 
@@ -156,16 +157,41 @@ def _schema(
     strict: bool = False,
     space: str | None = None,
 ) -> Wanted:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ApiError(400, f"{param} is not JSON: send the schema", param=param) from None
-        _check_plain(param, value)
+    value = _parsed(param, value, "the schema")
     if space is None:
         space = body.guided_whitespace_pattern or WHITESPACE
     write = partial(grammars.of_schema, value, strict=strict, whitespace=space)
     return Wanted(kind, param, write, None if strict else value)
+
+
+def _parsed(param: str, value: Any, what: str) -> Any:
+    """Return the JSON of a field that may also be its text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        value = json.loads(value)
+    except (ValueError, RecursionError):
+        raise ApiError(400, f"{param} is not JSON: send {what}", param=param) from None
+    _check_plain(param, value)
+    return value
+
+
+def _tags(param: str, value: Any, _: Decoding) -> Wanted:
+    """The structural tag of vLLM and SGLang: free text with JSON between tags."""
+    value = _parsed(param, value, "structures and triggers")
+    own = value if isinstance(value, dict) else {}
+    tags, triggers = own.get("structures"), own.get("triggers")
+    try:
+        named = [(one["begin"], one["schema"], one["end"]) for one in tags or ()]
+        texts = [*(triggers or ()), *(one for begin, _, end in named for one in (begin, end))]
+        right = all(isinstance(one, str) for one in texts) and all(triggers or ())
+    except (TypeError, LookupError):
+        right = False
+    if not right or not tags or not triggers:
+        text = "structures, each with begin, schema and end, and the triggers that begin them"
+        raise ApiError(400, f"{param} needs {text}", param=param)
+    schemas = [schema for _, schema, _ in named]
+    return Wanted("structural_tag", param, partial(grammars.of_tags, named, triggers), schemas)
 
 
 def _choice(param: str, value: Any, _: Decoding) -> Wanted:
@@ -203,6 +229,7 @@ STRUCTURED: Mapping[str, Reader] = {
     "choice": _choice,
     "grammar": _grammar,
     "json_object": _schema,
+    "structural_tag": _tags,
 }
 READERS: Mapping[str, Reader] = {
     "response_format": _response_format,

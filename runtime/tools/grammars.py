@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.grammar import GrammarVocabulary, json_part, of_lark, of_schema
+from dovetail.protocol.grammar import GrammarVocabulary, json_part, literal, of_lark, of_schema
 from dovetail.protocol.messages import MAX_RELAXED, Constraint, grammar_engine
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.runtime.tools.conversation import ToolUse
@@ -48,7 +48,7 @@ def constraint_of(
     """Return the grammar of a reply. `thinking`: the prompt ends within thoughts. `answer`: the
     grammar of a reply without calls, after its thoughts. Raises `Refused`, and `RequestError` for
     tools that are too many or too large, or take longer than `LATE_S`."""
-    vocabulary = GrammarVocabulary.of(text.content, text.facts)
+    vocabulary = GrammarVocabulary.of(text.table, text.facts)
     written = _Grammar(support, text.table.special, answer=answer is not None)
     relaxed = [*answer.relaxed] if answer is not None else []
     began_s = time.monotonic()
@@ -157,7 +157,7 @@ class _Grammar:
             return f"({self._text()} | {calls})"
         if self._is_special(marker):
             return f"{ANY} {calls}?"
-        escaped = _regex(marker)
+        escaped = literal(marker)
         if opening is marker:  # a call is all of a reply
             self._rules["TEXT"] = rf"{ANY} & ~/{escaped}(.|\n)*/"
             return f"(TEXT | {calls})"
@@ -178,7 +178,7 @@ class _Grammar:
         """Return a rule for any text and this end, which is not in it."""
         if self._is_special(end):
             return f"{ANY} {self._of(end)}"
-        self._rules[f"{name}[lazy]"] = rf"/(.|\n)*{_regex(end)}/"
+        self._rules[f"{name}[lazy]"] = rf"/(.|\n)*{literal(end)}/"
         return name
 
     def _rule(self, name: str, *parts: str) -> str:
@@ -276,8 +276,3 @@ def _properties(parameters: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]
         (name, {**kept, **(schema if isinstance(schema, dict) else {})}, name in needed)
         for name, schema in (parameters.get("properties") or {}).items()
     ]
-
-
-def _regex(text: str) -> str:
-    """Return a pattern for a text, between slashes."""
-    return re.sub(r"[^A-Za-z0-9 ]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)

@@ -2,6 +2,7 @@
 hostile ones cost little."""
 
 import codecs
+import itertools
 import json
 import random
 import resource
@@ -9,10 +10,11 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 import jsonschema
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from dovetail.launch.settings.models import DEMO_FOLDER
 from dovetail.protocol import grammar
@@ -25,12 +27,15 @@ from dovetail.protocol.messages import (
     VocabularyFacts,
     grammar_engine,
 )
+from dovetail.protocol.schemas import TYPES
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.text.tokenizer import TextCodec
-from support.schemas import HOSTILE, REFUSED, RELAXED, VALID, thing
+from support.schemas import EXPRESSED, HOSTILE, REFUSED, RELAXED, VALID, thing
 
 TOKENIZER = (DEMO_FOLDER / "target" / "tokenizer.json").read_bytes()
 TEXT = Tokenizer.from_buffer(TOKENIZER)
 CODEC = TextCodec(TOKENIZER, VocabularyFacts(digest="", size=4096, end=(1,)))
+TABLE = CODEC.table
 SIZE, END = 4096, 1
 OTHERS = {
     "regex": grammar.of_regex(r"[A-Z][a-z]{2,8}( [a-z]{1,9}){1,4}\."),
@@ -65,7 +70,7 @@ CONSTRAINTS = {
 
 @pytest.fixture(scope="module")
 def vocabulary() -> GrammarVocabulary:
-    return GrammarVocabulary(TOKENIZER, SIZE, [END])
+    return GrammarVocabulary(TABLE, SIZE, [END])
 
 
 def walk(matcher: Matcher, seed: int, most: int = 60) -> list[int]:
@@ -86,7 +91,7 @@ def test_what_is_allowed_depends_on_the_tokens_alone(
     """Whether they were consumed one by one, with masks computed in between, at once, by copies, or
     after other branches were tried, and by another instance."""
     own = CONSTRAINTS[name]
-    other = GrammarVocabulary(TOKENIZER, SIZE, [END]) if name == "regex" else vocabulary
+    other = GrammarVocabulary(TABLE, SIZE, [END]) if name == "regex" else vocabulary
     for seed in range(2):
         tokens = walk(vocabulary.follow(own), seed)
         stepping, copied = vocabulary.follow(own), vocabulary.follow(own)
@@ -202,6 +207,61 @@ def test_a_keyword_of_the_wrong_type_is_refused(
         vocabulary.matcher(grammar.of_schema(schema))
 
 
+@pytest.mark.parametrize("name", EXPRESSED)
+def test_keywords_that_the_library_lacks_have_their_meaning(
+    vocabulary: GrammarVocabulary, name: str
+) -> None:
+    schema, found = EXPRESSED[name], set()
+    old = "dependencies" in schema
+    reader = (jsonschema.Draft7Validator if old else jsonschema.Draft202012Validator)(schema)
+    text = grammar.of_schema(schema, strict=True)
+    fields: dict[str, list[object]] = {"a": ["x", "y", 1], "b": [0, 1, 2], "c": [1]}
+    if "list" in str(schema):
+        values = [[*one] for n in range(5) for one in itertools.product(range(3), repeat=n)]
+        fields = {"list": values}
+    elif "like" in name:
+        fields = {"not": [0, 2], "if": ["x", 0], "b": [1]}
+    for values in itertools.product(*([None, *some] for some in fields.values())):
+        document = {key: one for key, one in zip(fields, values, strict=True) if one is not None}
+        matcher = vocabulary.matcher(text)
+        try:
+            matcher.consume(TEXT.encode(json.dumps(document), add_special_tokens=False).ids)
+            complete = matcher.complete
+        except RequestError:
+            complete = False
+        assert complete is reader.is_valid(document), document
+        found.add(complete)
+    assert found == {True, False}
+
+
+def test_keywords_with_values_of_any_kind_are_read_or_refused() -> None:
+    chance = random.Random(1)
+    words = [
+        *"abc",
+        *TYPES,
+        "if",
+        "then",
+        "else",
+        "propertyNames",
+        "not",
+        "uniqueItems",
+        "contains",
+    ]
+    words += ["items", "type", "const", "minimum", "maximum", "pattern", "additionalProperties"]
+
+    def anything(depth: int) -> Any:
+        plain = [None, True, -1, 3, 10**9, 1e300, "object", "(", "^[ab]$"]
+        kind = chance.randrange(5) if depth else 0
+        if kind < 2:
+            return chance.choice(plain)
+        inner = [anything(depth - 1) for _ in range(chance.randrange(4))]
+        return inner if kind == 2 else {chance.choice(words): one for one in inner}
+
+    for _ in range(2000):
+        with suppress(RequestError):
+            grammar.of_schema({chance.choice(words): anything(4), "type": "object"})
+
+
 def test_the_schema_true_allows_any_json(vocabulary: GrammarVocabulary) -> None:
     assert grammar.of_schema(True) == grammar.of_schema({})
     assert vocabulary.matcher(grammar.of_schema(True)).allowed().any()
@@ -265,7 +325,7 @@ def test_a_choice_is_one_of_its_texts(vocabulary: GrammarVocabulary, text: str) 
 
 
 def test_after_its_end_a_reply_may_only_end(vocabulary: GrammarVocabulary) -> None:
-    several = GrammarVocabulary(TOKENIZER, SIZE + 100, [END, 0])
+    several = GrammarVocabulary(TABLE, SIZE + 100, [END, 0])
     matcher = several.matcher(grammar.of_regex("(yes)?"))
     matcher.consume([END, 17, 17])
     assert matcher.ended
@@ -273,6 +333,24 @@ def test_after_its_end_a_reply_may_only_end(vocabulary: GrammarVocabulary) -> No
     assert matcher.forced() == []
     assert matcher.allowed().nonzero()[0].tolist() == [0, END]
     assert not several.matcher(grammar.of_regex("(?s:.)+")).allowed()[SIZE:].any()
+
+
+def test_a_structural_tag_binds_what_its_triggers_begin(vocabulary: GrammarVocabulary) -> None:
+    tags = [("<a=x>", {"enum": [1, 23]}, "</a>"), ("<b>", {"type": "null"}, ""), ("<a=", True, "!")]
+    text = grammar.of_tags(tags, ["<a=", "<b", "<b>", "<a=x"])
+    right = ("", "hello <a", "a <a=x>23</a> b", "<b>null<a=x>1</a>\n", '<a={"c": 1}!', "a<b>null")
+    wrong = ("<a=q", "<a=x>23", "<b>1", "x <a=x>12</a>", "<b", "<b>null<b>", "a<b x")
+    for reply in (*right, *wrong):
+        matcher = vocabulary.matcher(text)
+        try:
+            matcher.consume(TEXT.encode(reply, add_special_tokens=False).ids)
+        except RequestError:
+            assert reply in wrong
+        else:
+            assert matcher.complete is (reply in right), reply
+    for given in ((tags, []), ([], ["<"]), (tags, ["<a"])):
+        with pytest.raises(RequestError):
+            grammar.of_tags(*given)
 
 
 def test_wrong_grammars_are_refused_in_a_line(vocabulary: GrammarVocabulary) -> None:
@@ -293,11 +371,39 @@ def test_wrong_grammars_are_refused_in_a_line(vocabulary: GrammarVocabulary) -> 
 
 def test_a_vocabulary_that_cannot_have_grammars_is_refused() -> None:
     with pytest.raises(RequestError, match="no token that ends"):
-        GrammarVocabulary(TOKENIZER, SIZE, [])
+        GrammarVocabulary(TABLE, SIZE, [])
     with pytest.raises(RequestError, match="tokenizer"):
-        GrammarVocabulary(b"{}", SIZE, [END])
+        GrammarVocabulary(TokenTable.of({0: "a", END: "b"}, decoder={"type": "X"}), SIZE, [END])
     facts = VocabularyFacts(digest="", size=SIZE, end=(END,))
-    assert GrammarVocabulary.of(TOKENIZER, facts) is GrammarVocabulary.of(TOKENIZER, facts)
+    assert GrammarVocabulary.of(TABLE, facts) is GrammarVocabulary.of(TABLE, facts)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_forced_text_has_the_tokens_of_the_tokenizer(special: bool) -> None:
+    """An added token that is part of a text is one token in it, and allowed where its text is; a
+    special one is not."""
+    own = Tokenizer.from_buffer(TOKENIZER)
+    added = AddedToken("<tool_call>", special=special, normalized=False)
+    (own.add_special_tokens if special else own.add_tokens)([added])
+    number = own.token_to_id("<tool_call>")
+    table = TokenTable.read(own.to_str().encode())
+    vocabulary = GrammarVocabulary(table, SIZE + 1, [END])
+    for text in (
+        '{"name": "get_weather", "arguments":\n    {',
+        "Größe 東京 \U0001f642",
+        "a  b\n\n c",
+        "x" * 99,
+    ):
+        found = vocabulary.matcher(grammar.of_choice([f"<tool_call>{text}"])).forced()
+        assert found[0] == number if not special else number not in found
+        ids = own.encode(text, add_special_tokens=False).ids
+        assert special or found[1:] in (ids, [*ids, END])
+    free = vocabulary.matcher(grammar.of_lark("start: /(.|\\n)*/"))
+    assert free.allowed()[number] == (not special)
+    ending = GrammarVocabulary(table, SIZE + 1, [END, number])
+    quoted = ending.matcher(grammar.of_lark('start: "x" /(.|\\n)*/ "x"'))
+    quoted.consume(own.encode("x", add_special_tokens=False).ids)
+    assert not quoted.allowed()[[END, number]].any()
 
 
 def test_the_engine_is_named_without_being_imported() -> None:

@@ -95,12 +95,13 @@ def test_a_packed_table_spells_as_the_vocabulary_does(
 ) -> None:
     ids = st.sampled_from(sorted(vocabulary) or [0])
     special = data.draw(st.lists(ids, unique=True, max_size=3)) if vocabulary else []
-    table = TokenTable.of(vocabulary, special, {"type": "Fuse"})
+    table = TokenTable.of(vocabulary, special, special[1:], {"type": "Fuse"})
     for read in (table, TokenTable.unpacked(table.packed)):
         assert read.digest == vocabulary_digest(vocabulary)
         assert {token: read.spelling(token) for token in read} == vocabulary
         assert all(read.spelling(one) is None for one in (-1, 7, 1 << 32) if one not in vocabulary)
         assert {*read.special} == {vocabulary[one] for one in special}
+        assert {*read.added} == {vocabulary[one] for one in special[1:]}
         assert read.decoder == {"type": "Fuse"}
         assert read.longest == max([1, *(len(one.encode()) for one in vocabulary.values())])
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers.utils.chat_parsing import parse_response
 
 from dovetail.launch.settings.models import TARGET_FOLDER
@@ -35,11 +35,14 @@ TEXTS = st.text(st.sampled_from("ab \n<>{}[]\"'\\é|/_:,"), max_size=12)
 
 
 @cache
-def codec(family: str, *, special: bool = True) -> TextCodec:
-    """The embedded vocabulary with a family's template; `special`: its markers are tokens."""
+def codec(family: str, *, special: bool | None = True) -> TextCodec:
+    """The embedded vocabulary with a family's template; `special`: its markers are special tokens.
+    None: they are tokens of a text, as in Qwen 3 and DeepSeek V3."""
     tokenizer = Tokenizer.from_file(str(TARGET_FOLDER / "tokenizer.json"))
-    special = special and family != "llama"  # whose vocabulary has none of them
-    tokenizer.add_special_tokens([*MARKERS] if special else [])
+    special = family != "llama" and special  # whose vocabulary has none of them
+    if special is not False:
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add([AddedToken(marker, normalized=False) for marker in MARKERS])
     end = "<|call|>" if special and family == "harmony" else "<|begin|>"
     facts = VocabularyFacts(
         digest="",
@@ -102,9 +105,9 @@ def message(place: str, *, several: bool, thoughts: str = "", content: str = "")
     return {**told, "reasoning_content": thoughts} if thoughts else told
 
 
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("special", [True, None, False])
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_a_family_is_found_by_a_round_trip_of_a_call(family: str, special: bool) -> None:
+def test_a_family_is_found_by_a_round_trip_of_a_call(family: str, special: bool | None) -> None:
     support = support_of(codec(family, special=special))
     assert support.family is not None, support.why_no_tools
     assert support.family.name == family
@@ -254,7 +257,7 @@ def test_calls_in_python_are_read_and_what_is_none_is_text(text: str, expected: 
 def walk(text: TextCodec, grammar: str, seed: int, most: int = 200) -> str | None:
     """A reply of random allowed tokens, which closes what it has opened; None if it did not end."""
     chosen, said = random.Random(seed), list[int]()
-    matcher = GrammarVocabulary.of(text.content, text.facts).matcher(grammar)
+    matcher = GrammarVocabulary.of(text.table, text.facts).matcher(grammar)
     closing = [text.encode(one, special=False)[0] for one in ('"', "}", "]", "<", "</", '"}', ">")]
     (end,) = text.facts.end
     while len(said) < most:
@@ -270,9 +273,11 @@ def walk(text: TextCodec, grammar: str, seed: int, most: int = 200) -> str | Non
     return None
 
 
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("special", [True, None, False])
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_whatever_the_grammar_allows_is_read_as_a_valid_call(family: str, special: bool) -> None:
+def test_whatever_the_grammar_allows_is_read_as_a_valid_call(
+    family: str, special: bool | None
+) -> None:
     text = codec(family, special=special)
     support, ended = support_of(text), 0
     assert support.family is not None
@@ -297,18 +302,18 @@ def test_whatever_the_grammar_allows_is_read_as_a_valid_call(family: str, specia
     assert ended
 
 
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("special", [True, None, False])
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("required", [True, False])
 def test_the_grammar_allows_what_the_template_writes(
-    family: str, special: bool, required: bool
+    family: str, special: bool | None, required: bool
 ) -> None:
     text = codec(family, special=special)
     support = support_of(text)
     assert support.family is not None
     use = ToolUse(TOOLS, TOOLS, required=required)
     constraint = constraint_of(use, support, text, thinking=False)
-    vocabulary = GrammarVocabulary.of(text.content, text.facts)
+    vocabulary = GrammarVocabulary.of(text.table, text.facts)
     several = support.family.parallel
     for thoughts in ("", "hmm") if support.thoughts is not None else ("",):
         reply = written(family, message("Rome", several=several, thoughts=thoughts))
@@ -344,7 +349,7 @@ def test_optional_arguments_are_written_in_any_number_once_each() -> None:
     types = {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"enum": [1]}}
     one = (tool({"type": "object", "properties": types}, strict=False),)
     constraint = constraint_of(ToolUse(one, one, True, False), support, text, thinking=False)
-    vocabulary, found = GrammarVocabulary.of(text.content, text.facts), list[str]()
+    vocabulary, found = GrammarVocabulary.of(text.table, text.facts), list[str]()
     for some in itertools.product(("a=true", ""), ("b=null", ""), ("c=1", "")):
         found.append(", ".join(filter(None, some)))
         call = f"<function_calls>odd({found[-1]})</function_calls>"
@@ -393,7 +398,7 @@ def test_the_grammar_of_an_answer_begins_after_thoughts(thinking: bool, tools: A
         grammar=of_schema({"enum": ["yes", "no"]}), engine=grammar_engine(), kind="json"
     )
     made = constraint_of(use, support_of(text), text, thinking=thinking, answer=answer)
-    vocabulary = GrammarVocabulary.of(text.content, text.facts)
+    vocabulary = GrammarVocabulary.of(text.table, text.facts)
 
     def allows(reply: str) -> bool:
         matcher = vocabulary.matcher(made.grammar)

@@ -248,6 +248,64 @@ def _pairs() -> Iterator[tuple[str, Any]]:
             yield f"{one} and {other}", thing(a=first, b=several(second, 0, 2))
 
 
+def _expressed() -> Iterator[tuple[str, Any]]:
+    """Keywords that the library lacks, over a of x, y; b of 0 to 2; and c, which is free."""
+    kinds, counts = {"enum": ["x", "y"]}, {"type": "integer", "minimum": 0, "maximum": 2}
+    both = thing(False, a=kinds, b=counts, c={"const": 1})
+    is_x, has_b = {"properties": {"a": {"const": "x"}}}, {"required": ["b"]}
+    yield "if", {**both, "if": is_x, "then": has_b}
+    yield "if, of what must be there", {**both, "required": ["a"], "if": is_x, "then": has_b}
+    yield "else", {**both, "if": {**is_x, "required": ["a"]}, "else": has_b}
+    yield "then and else", {**both, "if": has_b, "then": is_x, "else": {"required": ["c"]}}
+    yield "then false", {**both, "if": is_x, "then": False}
+    yield "else false", {**both, "if": is_x, "else": False}
+    yield "conditions", {**both, "allOf": [{**both, "if": is_x, "then": has_b}, has_b]}
+    yield (
+        "several conditions",
+        {
+            **both,
+            "allOf": [{"if": is_x, "then": has_b}, {"if": has_b, "then": {"required": ["c"]}}],
+        },
+    )
+    yield "dependentRequired", {**both, "dependentRequired": {"a": ["b", "c"], "c": ["a"]}}
+    yield "dependentSchemas", {**both, "dependentSchemas": {"b": is_x}}
+    yield "dependencies", {**both, "dependencies": {"a": ["b"], "b": is_x}}
+    yield "names", {**both, "propertyNames": {"pattern": "^[ab]$"}}
+    yield "names in a list", {**both, "propertyNames": {"enum": ["a", "c"]}}
+    yield (
+        "names of others",
+        {
+            "type": "object",
+            "additionalProperties": counts,
+            "propertyNames": {"pattern": "^[a-c]$"},
+            "maxProperties": 2,
+        },
+    )
+    yield (
+        "listed names of others",
+        {
+            "type": "object",
+            "properties": {"a": kinds},
+            "additionalProperties": counts,
+            "propertyNames": {"enum": ["a", "b"]},
+        },
+    )
+    yield "names like keywords", {**thing(False, **{"not": counts, "if": kinds}), "not": has_b}
+    yield "not an object", {**both, "not": {"required": ["a", "b"]}}
+    yield "not a value", thing(False, a={**kinds, "not": {"const": "x"}}, b=counts)
+    yield "not a number", thing(False, b={**counts, "not": {"enum": [1, True]}})
+    lists = {"type": "array", "items": counts, "maxItems": 3}
+    yield "unique", thing(False, list={**lists, "uniqueItems": True})
+    yield "contains", thing(False, list={**lists, "contains": {"const": 1}})
+    yield (
+        "contains some",
+        thing(
+            False, list={**lists, "contains": {"enum": [0, 2]}, "minContains": 0, "maxContains": 1}
+        ),
+    )
+
+
+EXPRESSED = dict(_expressed())
 VALID: dict[str, Any] = {
     **dict(_values()),
     **{f"pattern {one}": {"type": "string", "pattern": one} for one in PATTERNS},
@@ -257,6 +315,7 @@ VALID: dict[str, Any] = {
     **dict(_references()),
     **dict(_of_agents()),
     **dict(_pairs()),
+    **EXPRESSED,
     **{
         f"{name}, {number} values": thing(**{f"v{place}": one for place in range(number)})
         for name, one in (("flags", FLAG), ("counts", INTEGER), ("colours", COLOUR))
@@ -269,12 +328,11 @@ VALID: dict[str, Any] = {
     },
 }
 RELAXED: dict[str, Any] = {
-    "unique items": {**several(COLOUR), "uniqueItems": True},
-    "not": {"type": "integer", "minimum": 0, "maximum": 9, "not": {"const": 5}},
-    "if": {**thing(a=FLAG), "if": {"properties": {"a": {"const": True}}}, "then": {}},
-    "dependent": {**thing(a=FLAG), "dependentRequired": {"a": ["a"]}},
-    "names": {**thing(a=FLAG), "propertyNames": {"pattern": "^a$"}},
-    "contains": {**several(INTEGER), "contains": {"const": 1}},
+    "unique items": {**several(INTEGER), "uniqueItems": True},
+    "not": {**STRING, "not": {"const": "a"}},
+    "if": {**thing(a=STRING), "if": {"properties": {"a": {"const": "x"}}}, "then": {}},
+    "names": {**thing(a=FLAG), "propertyNames": {"maxLength": 3}},
+    "contains": {**several(STRING), "contains": {"const": "a"}},
     "look-ahead": {"type": "string", "pattern": "^(?=a)b", "maxLength": 5},
     "look-behind in a property": thing(a={"type": "string", "pattern": "(?<!a)b", "maxLength": 5}),
     "look-ahead in a name": {

@@ -32,9 +32,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         states = self.server.states.items()
-        models: list[dict[str, Any]] = [
-            {"id": name, "status": {"value": state}} for name, state in states
-        ] or [{"id": "tiny", "sampling": self.server.sampling}]
+        several: list[Any] = [{"id": name, "status": {"value": state}} for name, state in states]
+        models = several or [{"id": "tiny", "sampling": self.server.sampling}]
         self._say(200, json.dumps({"data": models}).encode())
 
     def do_POST(self) -> None:

@@ -1,11 +1,19 @@
 """A coordinator and its workers as real processes, and requests to them."""
 
+import atexit
+import functools
 import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
+from dovetail.launch.processes import nursery
+from dovetail.launch.processes.forked import Talk
 from dovetail.launch.processes.stack import (
     POLL_S,
     Played,
@@ -31,6 +39,55 @@ PROMPTS: list[list[str]] = [
 """The shipped ones, each as its turns."""
 
 
+def environment() -> dict[str, str]:
+    """The environment of processes that a test starts."""
+    return {name: one for name, one in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+class Nursery:
+    """A process with imports of its own that forks others until this one ends, since importing
+    takes most of a start; they inherit its environment."""
+
+    def __init__(
+        self, *modules: str, environment: Mapping[str, str], stdout: int = subprocess.DEVNULL
+    ) -> None:
+        self.environment, self.talk = environment, Talk()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", nursery.__name__, *modules, f"--parent={os.getpid()}"],
+            stdin=self.talk.theirs.fileno(),
+            stdout=stdout,
+            text=True,
+            env=environment,
+        )
+        atexit.register(self._end)
+        assert self.talk.begun()
+
+    def _end(self) -> None:
+        self.talk.close()
+        self.process.communicate(timeout=PATIENCE_S)
+
+
+@functools.cache
+def nursery_of_workers() -> Nursery:
+    return Nursery(*nursery.MODULES, nursery.PROVING, environment=environment())
+
+
+class Forking(Supervisor):
+    """Forks workers from one process for all tests, unless a test has changed the environment."""
+
+    def start(self, name: str, arguments: Sequence[str], **how: Any) -> Child:
+        alone = arguments[0] != "worker" or "--draft.kind=ngram" in arguments  # that needs no torch
+        if alone or nursery_of_workers().environment != environment():
+            return super().start(name, arguments, **how)
+        return self._own(name, partial(nursery_of_workers().talk.fork, arguments))
+
+    def start_forked(self, _: object, commands: Mapping[str, Sequence[str]]) -> dict[str, Child]:
+        return {name: self.start(name, one, asks=True) for name, one in commands.items()}
+
+    def start_nursery(self, modules: Sequence[str] = ()) -> Any:
+        return modules  # see `start_forked`
+
+
 class Another(Protocol):
     """Starts one more worker of a role, with the settings of those that are there."""
 
@@ -46,7 +103,7 @@ def growing(flags: dict[str, str]) -> Iterator[tuple[Stack, Client, Another]]:
     Unless the settings say otherwise a reply outlives a worker that misses its heartbeats, as one
     may on a machine that is loaded: it comes back by itself.
     """
-    with Supervisor() as supervisor:
+    with Forking() as supervisor:
         stack = begin_stack(
             supervisor, configure(flags={"coordinator.recovery_s": "60", **flags}, environment={})
         )()

@@ -1,14 +1,11 @@
 """A coordinator with scripted workers in a thread, and `dovetail http` before it as a real process:
 what clients of the API see, without a model."""
 
-import atexit
 import contextlib
 import functools
 import json
-import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
-from dovetail.launch.processes import nursery
-from dovetail.launch.processes.forked import Forked, Talk
+from dovetail.launch.processes.forked import Forked
 from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import CoordinatorSettings
@@ -35,6 +31,7 @@ from support.scripted import (
     ScriptedWorker,
     tokenizer_bytes,
 )
+from support.stacks import Nursery, environment
 
 SERVER = "dovetail.launch.commands.http"
 """The module that imports all that a server needs."""
@@ -253,38 +250,25 @@ def events(reply: httpx.Response) -> Iterator[Any]:
 
 
 @functools.cache
-def nursery_of_servers() -> tuple["subprocess.Popen[str]", Talk]:
-    """A process that servers are forked from, as workers are, since importing what one imports
-    takes most of its start; what they say on stdout is read from there."""
-    talk = Talk()
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", nursery.__name__, SERVER, f"--parent={os.getpid()}"],
-        stdin=talk.theirs.fileno(),
-        stdout=subprocess.PIPE,
-        text=True,
-        env={name: one for name, one in os.environ.items() if not name.startswith("DOVETAIL_")},
-    )
-
-    def end() -> None:
-        talk.close()
-        process.communicate(timeout=PATIENCE_S)
-
-    atexit.register(end)
-    assert talk.begun()
-    return process, talk
+def nursery_of_servers() -> Nursery:
+    """What servers write to stdout is read from there."""
+    own = {name: one for name, one in environment().items() if not name.startswith("DOVETAIL_")}
+    return Nursery(SERVER, environment=own, stdout=subprocess.PIPE)
 
 
 @contextlib.contextmanager
 def api(address: str, *flags: str) -> Iterator[Api]:
     """`dovetail http` for the coordinator at this address, on a free port."""
-    parent, talk = nursery_of_servers()
-    assert parent.stdout is not None
+    stdout = nursery_of_servers().process.stdout
+    assert stdout is not None
     with open(2, "wb", closefd=False) as stderr:
-        process = talk.fork(["http", f"--connect={address}", "--http.port=0", *flags], stderr)
+        process = nursery_of_servers().talk.fork(
+            ["http", f"--connect={address}", "--http.port=0", *flags], stderr
+        )
     try:
-        while not select.select([parent.stdout], [], [], 0.1)[0]:
+        while not select.select([stdout], [], [], 0.1)[0]:
             assert process.poll() is None, process.returncode
-        url = parent.stdout.readline().strip()
+        url = stdout.readline().strip()
         assert url.startswith("http://"), url
         served = Api(process, url)
         with contextlib.closing(served.client):  # an open one would fail the next test too

@@ -1,6 +1,6 @@
 """Drafters that predict several positions in one pass, against a slow version of each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -59,13 +59,20 @@ def open_drafter(
 class Story:
     """A session and the truth about it."""
 
-    def __init__(self, head: Head, *, sampling: Sampling = GREEDY) -> None:
-        self.engine, self.log = BlockDrafter(head, Spans()), list(PROMPT)
+    def __init__(
+        self,
+        head: Head,
+        *,
+        sampling: Sampling = GREEDY,
+        prompt: Sequence[int] = PROMPT,
+        **more: bool,
+    ) -> None:
+        self.engine, self.log = BlockDrafter(head, Spans(), **more), list(prompt)
         self.random = torch.Generator().manual_seed(1)
         self.features = torch.empty(0, self.engine.reads.row)
         self.sampling = sampling
         order = opening(
-            *(1, PROMPT),
+            *(1, prompt),
             capacity=60,
             vocabulary_size=VOCABULARY,
             key=KEY,
@@ -78,7 +85,7 @@ class Story:
         session = self.engine.open(order)
         assert isinstance(session, BlockSession)
         self.session = session
-        self.engine.feed(self.session, 0, to_array(self.more(len(PROMPT))))
+        self.engine.feed(self.session, 0, to_array(self.more(len(prompt))))
 
     def more(self, count: int) -> Tensor:
         """Return features of the next positions, as they travel."""
@@ -164,6 +171,23 @@ def test_a_lattice_serves_processors_that_look_back_and_drawn_children(
     proposal = drawn.engine.draft(drawn.session, (), 7, Shape(12, 3, 2))
     assert proposal.probabilities is not None
     assert proposal.probabilities.shape[0] == 1 + len(proposal.tree)
+
+
+@pytest.mark.parametrize("name", ["dflash-z-lab", "dspark-deepspec"])
+def test_what_is_found_in_the_log_joins_the_lattice_and_goes_on_below_it(
+    open_drafter: Callable[..., tuple[Head, Oracle]], name: str
+) -> None:
+    head, oracle = open_drafter(name)
+    story = Story(head, prompt=[*PROMPT, *PROMPT[:3]], merges=True)
+    ((_, proposal),) = story.engine.draft_all([story.order(PROMPT[3])])
+    assert not isinstance(proposal, Exception)
+    tree = proposal.tree
+    paths = {tuple(tree.tokens[above] for above in tree.path(n)): n for n in range(len(tree))}
+    assert (*PROMPT[4:], *PROMPT[:2]) in paths
+    assert max(tree.depths) > head.spec.levels
+    both = [(own, paths[path]) for own, path in best_paths(oracle, story, 3, 4) if path in paths]
+    assert len(both) > 10
+    assert all(proposal.scores[node] >= own - CLOSE for own, node in both)
 
 
 def test_several_sessions_share_a_pass_and_get_what_each_gets_alone(

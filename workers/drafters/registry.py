@@ -127,15 +127,16 @@ def _vocabulary(
     for source in (wanted.target, wanted.settings.model if worker.has_vocabulary else ""):
         with suppress(CheckpointError):
             if (found := local_folder(source)) is not None:
-                return partial(_made, found)
+                return cache(partial(_made, found))
     return None
 
 
 def _made(folder: Path) -> "GrammarVocabulary":
     from dovetail.protocol.grammar import GrammarVocabulary
-    from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+    from dovetail.workers.models.checkpoints.tokenizer import read_language
 
-    return GrammarVocabulary.of(*read_tokenizer(folder))
+    _, table, facts = read_language(folder)
+    return GrammarVocabulary.of(table, facts)
 
 
 def _open_on_device(wanted: Wanted) -> DraftWorker[Any]:
@@ -396,7 +397,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     spans = Spans()
     contrast = head.spec.contrast and settings.contrast is not False
     engine = (
-        BlockDrafter(head, spans)
+        BlockDrafter(head, spans, merges=settings.merge_lookup)
         if head.spec.block
         else HeadDrafter(
             *(head, spans),

@@ -237,7 +237,7 @@ class Opener:
         if order.constraint is None:
             return None
         own = self._model.checkpoint
-        vocabulary = GrammarVocabulary.of(own.tokenizer, own.vocabulary)
+        vocabulary = GrammarVocabulary.of(own.table, own.vocabulary)
         return Constrained(vocabulary.follow(order.constraint))
 
     def refeed(

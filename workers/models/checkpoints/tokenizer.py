@@ -93,7 +93,7 @@ def table_of(tokenizer: bytes) -> TokenTable:
 
 def kept_path(tokenizer: bytes, name: str = "table") -> Path:
     """Return the cache file for a fact about a tokenizer.json."""
-    return cache_folder() / "tokenizers" / f"{hashlib.sha256(tokenizer).hexdigest()}.{name}-1"
+    return cache_folder() / "tokenizers" / f"{hashlib.sha256(tokenizer).hexdigest()}.{name}-2"
 
 
 def keep(path: Path, content: bytes) -> None:
