@@ -12,6 +12,7 @@ from dovetail.launch.console.help import HelpCommand, json_option
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.protocol.files import ABOUT_PROMPTS, prompts_folder, writing
 from dovetail.protocol.prefixes import BLOCK_TOKENS
+from dovetail.workers.models.checkpoints.gguf.view import spelled
 
 
 @click.command(cls=HelpCommand)
@@ -50,7 +51,7 @@ def _described(folder: Path) -> dict[str, Any]:
     used = max((one.st_mtime for one in files), default=0.0)
     return {
         "folder": folder.name,
-        "model": about.read_text("utf-8", "replace") if about.is_file() else folder.name,
+        "model": spelled(about.read_text("utf-8", "replace")) if about.is_file() else folder.name,
         "tokens": BLOCK_TOKENS * len(files),
         "bytes": sum(one.st_size for one in files),
         "used": time.strftime("%Y-%m-%d %H:%M", time.localtime(used)) if files else "",

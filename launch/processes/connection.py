@@ -40,6 +40,7 @@ from dovetail.protocol.settings import DraftSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.telemetry.picture import folder_name
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf
+from dovetail.workers.models.checkpoints.gguf.view import spelled
 
 MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
 """The codes of `messages.Failed` that are user errors."""
@@ -149,7 +150,7 @@ def with_choices(configuration: Configuration) -> Configuration:
     if not configuration.settings.target.model or not (weights or draft):
         return configuration
     with spinner() as say:
-        say(f"reading {configuration.settings.target.model}")
+        say(f"reading {spelled(configuration.settings.target.model)}")
         check_target(configuration.settings)
         planner = "launch.planning.choice"
         if not installed(planner):

@@ -27,7 +27,7 @@ from dovetail.workers.models.backends import placement
 from dovetail.workers.models.backends.placement import substitute_bytes
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, Sizes, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints import hub
-from dovetail.workers.models.checkpoints.architecture import NOT_THERE, why_no_folder
+from dovetail.workers.models.checkpoints.architecture import why_no_folder, why_not_there
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import MODEL_FILES
 from dovetail.workers.models.checkpoints.footprint import (
@@ -161,7 +161,7 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
         return
     path = local_folder(path) or path
     if not path.is_dir():
-        why = why_no_folder(source) if path.exists() else NOT_THERE
+        why = why_no_folder(source) if path.exists() else why_not_there(source)
         raise CheckpointError(f"the {role} model {source} {why}")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the {role} model {source} has no config.json: {MODEL_FILES}")

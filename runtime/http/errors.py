@@ -95,6 +95,7 @@ OTHERS: Mapping[str, Sequence[str]] = {
 
 
 EMBEDDINGS = ("/embeddings", "/embedding", "/embed", "/rerank", "/reranking", "/pooling")
+MANAGED = ("/api/pull", "/api/create", "/api/copy", "/api/push", "/api/delete")  # ollama's
 
 
 def wrong_method(method: str, path: str, allow: str) -> ApiError:
@@ -110,6 +111,8 @@ def not_served(method: str, path: str) -> ApiError:
     if end.endswith(EMBEDDINGS):
         text = "embeddings are not computed here, since the model writes text: use another server"
         return ApiError(404, f"{method} {path} is not served here: {text}")
+    if path in MANAGED:
+        hint = "`dovetail pull` on the server's machine fetches a model, `dovetail rm` deletes it"
     for served, others in OTHERS.items():
         if end.endswith((served.removeprefix("/v1").removeprefix("/api"), *others)):
             hint = f"{served} is"

@@ -287,6 +287,19 @@ def test_a_gguf_file_on_the_hub_is_named_with_its_model(
         find_folder(source)
 
 
+def test_a_misspelt_path_is_answered_with_the_gguf_files_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    Path("pip/models").mkdir(parents=True)
+    for name in ("b.gguf", "a.gguf", "notes.txt"):
+        (Path("pip/models") / name).touch()
+    for source in ("pip/models/misspelt.gguf", str(tmp_path / "pip/models/misspelt")):
+        with pytest.raises(CheckpointError, match=r"not there \(its folder has a.gguf, b.gguf\)"):
+            find_folder(source)
+
+
 def test_a_misspelt_path_of_a_gguf_file_is_no_id_of_the_hub() -> None:
     for source in ("models/misspelt.gguf", "misspelt.gguf"):
         with pytest.raises(CheckpointError, match=f"{re.escape(source)} is not there: name an"):

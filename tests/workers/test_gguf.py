@@ -1142,6 +1142,7 @@ def test_the_default_of_several_chat_templates_is_taken(tmp_path: Path) -> None:
 def test_a_view_is_made_anew_when_its_file_is_another(tmp_path: Path) -> None:
     file, _ = write(tmp_path)
     before = Path(resolved(str(file)))
+    assert resolved(f"{file}/") == str(before)
     assert before.name == file.name
     assert before == view_of(file)
     digest = open_checkpoint(str(before)).digest

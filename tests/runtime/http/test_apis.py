@@ -256,11 +256,16 @@ def test_errors_have_the_form_of_the_api_that_was_called(server: Api) -> None:
             client.responses.create(model="x", input="w5")
         with pytest.raises(openai.BadRequestError, match="nothing is stored here"):
             client.responses.create(model=MODEL, input="w5", previous_response_id="resp_1")
-    for path, inside in (("/v1/embeddings", True), ("/api/embed", False)):
+    embeddings = "embeddings are not computed"
+    for path, words, inside in (
+        ("/v1/embeddings", embeddings, True),
+        ("/api/embed", embeddings, False),
+        ("/api/pull", "`dovetail pull` on the server's machine", False),
+    ):
         reply = server.client.post(path, json={})
         error = reply.json()["error"]
         assert reply.status_code == 404
-        assert "embeddings are not computed" in (error["message"] if inside else error)
+        assert words in (error["message"] if inside else error)
 
 
 def test_a_key_is_also_read_where_anthropics_client_sends_it(

@@ -12,10 +12,6 @@ from dovetail.workers.models.checkpoints.ling import is_ling, why_not_ling
 from dovetail.workers.models.checkpoints.quantised.schemes import refuse_scheme
 
 REMEDY = "use a model of another architecture, such as Llama, Qwen3, Mistral, Gemma 2 or Phi-3"
-NOT_THERE = (
-    "is not there: name an existing folder or GGUF file, or a hub id (OWNER/NAME, or "
-    "OWNER/NAME/FILE.gguf)"
-)
 LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "decoder")  # in other models
 SIZES = (
     *("num_hidden_layers", "num_attention_heads", "hidden_size"),
@@ -98,6 +94,14 @@ def why_no_folder(source: str) -> str:
     if source.lower().endswith(".safetensors"):
         return "is one file of a model; name its folder"
     return f"is a file; {MODEL_FILES}"
+
+
+def why_not_there(source: str) -> str:
+    """Return why a path is no model, with the first GGUF files of its folder, and the remedy."""
+    beside = sorted(file.name for file in Path(source).expanduser().parent.glob("*.gguf"))[:3]
+    found = f" (its folder has {', '.join(beside)})" if beside else ""
+    names = "an existing folder or GGUF file, or a hub id (OWNER/NAME, or OWNER/NAME/FILE.gguf)"
+    return f"is not there{found}: name {names}"
 
 
 def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.architecture import NOT_THERE, why_no_folder
+from dovetail.workers.models.checkpoints.architecture import why_no_folder, why_not_there
 from dovetail.workers.models.checkpoints.files import read_json, reason
 from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf, models_in, parts_of
@@ -89,7 +89,7 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
     if path.exists():
         raise CheckpointError(f"{source} {why_no_folder(source)}")
     if (hosted := Hosted.of(source)) is None:
-        raise CheckpointError(f"{source} {NOT_THERE}")
+        raise CheckpointError(f"{source} {why_not_there(source)}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -360,5 +360,7 @@ def _refused(source: str, error: Exception) -> CheckpointError:
 
 
 def _absent(source: str, why: str) -> CheckpointError:
+    if _hosted(source).file and Path(source).parent.is_dir():  # probably a misspelt path
+        return CheckpointError(f"{source} {why_not_there(source)}")
     where = "is not a folder here and not in the Hugging Face cache"
     return CheckpointError(f"{source} {where}, and the hub {why}")

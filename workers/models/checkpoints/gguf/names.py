@@ -20,7 +20,7 @@ DRAFTS = re.compile(r"(mtp|dflash|dspark|eagle3)[-_.]", re.IGNORECASE)
 
 def is_gguf(source: str | Path) -> bool:
     """Return whether a name is that of a GGUF file."""
-    return str(source).lower().endswith(SUFFIX)
+    return Path(source).name.lower().endswith(SUFFIX)
 
 
 def parts_of(file: Path) -> list[Path]:
