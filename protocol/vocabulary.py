@@ -254,7 +254,8 @@ def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int
         pairs = {index: token for token, index in named}
         ids = model if isinstance(model, dict) else {token: i for i, token in pairs.items()}
         added, places = content.get("added_tokens") or (), dict[str, int]()
-        special = {one["content"]: bool(one.get("special")) for one in added if one["content"]}
+        special = {one["content"]: False for one in added if one["content"]}
+        special |= {one["content"]: True for one in added if one["content"] and one.get("special")}
         for token in special:
             if (index := ids.get(token)) is None:
                 index = places.setdefault(token, len(ids) + len(places))
