@@ -254,9 +254,9 @@ def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int
         pairs = {index: token for token, index in named}
         ids = model if isinstance(model, dict) else {token: i for i, token in pairs.items()}
         added, places = content.get("added_tokens") or (), dict[str, int]()
-        special = {one["content"]: False for one in added if one["content"]}
-        special |= {one["content"]: True for one in added if one["content"] and one.get("special")}
-        for token in special:
+        special = {one["content"] for one in added if one.get("special")}
+        listed = [one["content"] for one in added if one["content"]]
+        for token in listed:
             if (index := ids.get(token)) is None:
                 index = places.setdefault(token, len(ids) + len(places))
             pairs[index] = token
@@ -266,8 +266,9 @@ def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int
         isinstance(i, int) and 0 <= i <= LARGEST_ID and isinstance(t, str) for i, t in pairs.items()
     ):
         raise CheckpointError("tokenizer.json maps tokens to something other than ids")
-    kinds = [(index, special[token]) for index, token in pairs.items() if token in special]
-    return pairs, [i for i, out in kinds if out], [i for i, out in kinds if not out]
+    out = [index for index, token in pairs.items() if token in special]
+    text = {*listed} - special
+    return pairs, out, [index for index, token in pairs.items() if token in text]
 
 
 def vocabulary_digest(vocabulary: Mapping[int, str]) -> str:
