@@ -133,10 +133,13 @@ def of_tags(tags: Sequence[tuple[str, Any, str]], triggers: Sequence[str]) -> st
     """Return the grammar of free text in which each trigger is the beginning of a tag: its opening,
     JSON that follows its schema, its end. `tags`: of (opening, schema, end). Raises `RequestError`
     of code "constraint" for an opening that has no trigger, and for too many."""
-    if not 0 < len(tags) <= MAX_TAGS or not triggers:
-        raise refused(f"give 1 to {MAX_TAGS} structures, not {len(tags)}, and their triggers")
+    for what, some in (("structures", tags), ("triggers", triggers)):
+        if not 0 < len(some) <= MAX_TAGS:
+            raise refused(f"{len(some)} {what}: give 1 to {MAX_TAGS}")
     firsts = [
-        one for one in dict.fromkeys(triggers) if not any(o in one for o in {*triggers} - {one})
+        one
+        for one in dict.fromkeys(triggers)
+        if not any(other in one for other in {*triggers} - {one})
     ]
     rules, parts = [], []
     for number, trigger in enumerate(firsts):
@@ -379,8 +382,8 @@ class _Encoder:
 
     def __call__(self, text: str) -> list[int]:
         """Return the ids of a text."""
-        if isinstance(text, bytes):
-            raise TypeError("it is called with strings")
+        if isinstance(text, bytes):  # the wrapper tries them first, and then passes strings
+            raise TypeError("a text is a string")
         return [one for part in self._parts.findall(text) for one in self._encode(part)]
 
     def _encode(self, part: str) -> list[int]:

@@ -10,6 +10,18 @@ MAX_LISTED = 1000  # values that stand for a schema
 MAX_LENGTH = 16  # of arrays that are listed
 MAX_DEPENDENT = 6  # the library multiplies alternatives out
 CONDITION = ("if", "then", "else")
+ANNOTATIONS = ("title", "description", "default", "examples", "$comment", "deprecated")
+ARRAYS = {"type", "items", "minItems", "maxItems"}
+CONTAINED = {"uniqueItems", "contains", "minContains", "maxContains"}
+KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "string": str,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "integer": int,
+    "number": (int, float),
+    "null": type(None),
+}
 TYPES: Mapping[str, type] = {
     **dict.fromkeys(("allOf", "required", "enum"), list),
     **dict.fromkeys(("minItems", "maxItems", "minContains", "maxContains"), int),
@@ -22,8 +34,9 @@ def expressed(schema: dict[str, Any]) -> dict[str, Any]:
     """Return an equivalent schema, if there is one, without `if`, `dependentRequired`,
     `dependentSchemas`, `dependencies`, `propertyNames`, `not`, `uniqueItems` and `contains`; those
     that cannot be expressed stay."""
-    for express in (_conditions, _dependent, _names, _negation, _arrays) * _is_sound(schema):
-        schema = express(schema)
+    if _is_sound(schema):
+        for express in (_conditions, _dependent, _names, _negation, _arrays):
+            schema = express(schema)
     return schema
 
 
@@ -46,24 +59,36 @@ def _one_of(schema: Mapping[str, Any], options: Sequence[Any]) -> dict[str, Any]
 
 def _values(schema: Any) -> list[Any] | None:
     """Return all values of a schema; None if they are too many, or unknown."""
-    if not isinstance(schema, dict):
-        return None
-    if isinstance(schema.get("enum"), list):
-        return list(schema["enum"])
-    if "const" in schema:
-        return [schema["const"]]
-    least: Any = schema.get("minimum")
-    most: Any = schema.get("maximum")
-    bounded = isinstance(least, int) and isinstance(most, int) and most - least < MAX_LISTED
-    if bounded and schema == {"type": "integer", "minimum": least, "maximum": most}:
+    own = _without(schema, *ANNOTATIONS) if isinstance(schema, dict) else {}
+    kind = own.pop("type", None)
+    if {*own} in ({"enum"}, {"const"}):
+        listed = own["enum"] if "enum" in own else [own["const"]]
+        known = isinstance(listed, list) and (kind is None or kind in [*KINDS])
+        return [one for one in listed if kind is None or _is_of(one, kind)] if known else None
+    least, most = own.get("minimum"), own.get("maximum")
+    whole = kind == "integer" and {*own} == {"minimum", "maximum"}
+    if whole and type(least) is int and type(most) is int and most - least < MAX_LISTED:
         return [*range(least, most + 1)]
-    return [True, False] if schema == {"type": "boolean"} else None
+    return [True, False] if kind == "boolean" and not own else None
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Return whether a value is of a type: True is no number, and 1.0 is an integer."""
+    if isinstance(value, bool) or kind == "boolean":
+        return isinstance(value, bool) and kind == "boolean"
+    whole = kind == "integer" and isinstance(value, float) and value.is_integer()
+    return whole or isinstance(value, KINDS[kind])
 
 
 def _but(values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return `values` without `others`: True is not 1."""
-    out = {json.dumps(one, sort_keys=True) for one in others}
-    return [one for one in values if json.dumps(one, sort_keys=True) not in out]
+    """Return `values` without `others`: True is not 1, but 1.0 is."""
+
+    def text(value: Any) -> str:
+        whole = isinstance(value, float) and value.is_integer()
+        return json.dumps(int(value) if whole else value, sort_keys=True)
+
+    out = {text(one) for one in others}
+    return [one for one in values if text(one) not in out]
 
 
 def _contradictions(schema: Any, base: Mapping[str, Any]) -> list[Any] | None:
@@ -163,11 +188,13 @@ def _arrays(schema: dict[str, Any]) -> dict[str, Any]:
     if not contains and (not unique or most in (0, 1)):
         return _without(schema, "uniqueItems")
     values, contained = _values(schema.get("items")), _values(schema.get("contains"))
-    if values is None or "prefixItems" in schema or (contained is not None) is not contains:
+    if values is None or (contained is not None) is not contains:
         return schema
+    if {*_without(schema, *ANNOTATIONS)} - ARRAYS - CONTAINED:
+        return schema  # it has other conditions
     if unique:
         most = min(len(values), len(values) if most is None else most)
-    if most is None or most > MAX_LENGTH or len(values) ** most > 50 * MAX_LISTED:
+    if most is None or not 0 <= most <= MAX_LENGTH or len(values) ** most > 50 * MAX_LISTED:
         return schema
     fewest, greatest = schema.get("minContains", 1), schema.get("maxContains", most)
     found = [

@@ -356,6 +356,11 @@ def test_a_reply_that_is_cut_off_stays_as_it_is(server: Api) -> None:
             "begin",
         ),
         (
+            {"response_format": {"type": "structural_tag", **TAGS, "triggers": "b"}},
+            "response_format",
+            "begin",
+        ),
+        (
             {"response_format": {"type": "structural_tag", **TAGS, "triggers": ["b"]}},
             "response_format",
             "no trigger",

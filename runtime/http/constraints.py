@@ -180,14 +180,13 @@ def _tags(param: str, value: Any, _: Decoding) -> Wanted:
     """The structural tag of vLLM and SGLang: free text with JSON between tags."""
     value = _parsed(param, value, "structures and triggers")
     own = value if isinstance(value, dict) else {}
-    tags, triggers = own.get("structures"), own.get("triggers")
-    try:
-        named = [(one["begin"], one["schema"], one["end"]) for one in tags or ()]
-        texts = [*(triggers or ()), *(one for begin, _, end in named for one in (begin, end))]
-        right = all(isinstance(one, str) for one in texts) and all(triggers or ())
-    except (TypeError, LookupError):
-        right = False
-    if not right or not tags or not triggers:
+    tags, triggers = (
+        one if isinstance(one := own.get(name), list) else [] for name in ("structures", "triggers")
+    )
+    whole = all(isinstance(one, dict) and {"begin", "schema", "end"} <= {*one} for one in tags)
+    named = [(one["begin"], one["schema"], one["end"]) for one in tags] if whole else []
+    texts = [*triggers, *(one for begin, _, end in named for one in (begin, end))]
+    if not (named and triggers and all(triggers) and all(isinstance(one, str) for one in texts)):
         text = "structures, each with begin, schema and end, and the triggers that begin them"
         raise ApiError(400, f"{param} needs {text}", param=param)
     schemas = [schema for _, schema, _ in named]

@@ -257,9 +257,17 @@ def test_keywords_with_values_of_any_kind_are_read_or_refused() -> None:
         inner = [anything(depth - 1) for _ in range(chance.randrange(4))]
         return inner if kind == 2 else {chance.choice(words): one for one in inner}
 
-    for _ in range(2000):
+    schemas: list[dict[str, Any]] = [
+        {chance.choice(words): anything(4), "type": "object"} for _ in range(2000)
+    ]
+    none = {"type": "array", "items": {"enum": []}, "maxItems": -1}
+    schemas += [{**none, "contains": {"const": 1}}, {**none, "uniqueItems": True}]
+    read = 0
+    for schema in schemas:
         with suppress(RequestError):
-            grammar.of_schema({chance.choice(words): anything(4), "type": "object"})
+            grammar.of_schema(schema)
+            read += 1
+    assert 0 < read <= len(schemas)
 
 
 def test_the_schema_true_allows_any_json(vocabulary: GrammarVocabulary) -> None:

@@ -293,9 +293,19 @@ def _expressed() -> Iterator[tuple[str, Any]]:
     yield "names like keywords", {**thing(False, **{"not": counts, "if": kinds}), "not": has_b}
     yield "not an object", {**both, "not": {"required": ["a", "b"]}}
     yield "not a value", thing(False, a={**kinds, "not": {"const": "x"}}, b=counts)
+    yield (
+        "not a value of its type",
+        thing(False, b={**counts, "not": {"type": "string", "enum": [1]}}),
+    )
+    some: dict[str, Any] = {"type": "integer", "enum": [0, "x", 2], "title": "Some"}
+    yield "not one of those of its type", thing(False, b={**some, "not": {"const": 2.0}})
     yield "not a number", thing(False, b={**counts, "not": {"enum": [1, True]}})
     lists = {"type": "array", "items": counts, "maxItems": 3}
     yield "unique", thing(False, list={**lists, "uniqueItems": True})
+    yield (
+        "unique items of their type",
+        thing(False, list={**lists, "items": some, "uniqueItems": True}),
+    )
     yield "contains", thing(False, list={**lists, "contains": {"const": 1}})
     yield (
         "contains some",
